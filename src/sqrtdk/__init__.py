@@ -1,0 +1,21 @@
+"""sqrtdk: the toolkit for the scale of attention. NumPy in, NumPy out; nothing heavier is imported here."""
+
+from sqrtdk import scales, theory
+from sqrtdk.attention import Attention, Gradients, attention, attention_gradients
+from sqrtdk.errors import SqrtdkError
+from sqrtdk.reference import scaled_dot_product_attention, softmax
+from sqrtdk.statistics import AttentionStatistics, HeadSummary
+
+__all__ = [
+    "Attention",
+    "AttentionStatistics",
+    "Gradients",
+    "HeadSummary",
+    "SqrtdkError",
+    "attention",
+    "attention_gradients",
+    "scaled_dot_product_attention",
+    "scales",
+    "softmax",
+    "theory",
+]

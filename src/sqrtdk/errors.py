@@ -1,0 +1,39 @@
+"""The errors sqrtdk raises: every one names the argument, what was expected, what came and what to do."""
+
+
+class SqrtdkError(Exception):
+    """Base of every error that sqrtdk raises on purpose.
+
+    >>> issubclass(InvalidValueError, (SqrtdkError, ValueError))
+    True
+    """
+
+
+class InvalidValueError(SqrtdkError, ValueError):
+    """An argument of the right type with a value, shape or name that cannot be used."""
+
+
+class InvalidTypeError(SqrtdkError, TypeError):
+    """An argument of a type or dtype that cannot be used."""
+
+
+class MissingExtraError(SqrtdkError, ImportError):
+    """An optional dependency is not installed; the message names the extra that brings it."""
+
+
+def missing_extra(package: str, extra: str) -> MissingExtraError:
+    """Build the error that says which extra brings a package.
+
+    >>> str(missing_extra("plotly", "report"))
+    'plotly is not installed; it comes with: pip install "sqrtdk[report]"'
+    """
+    return MissingExtraError(f'{package} is not installed; it comes with: pip install "sqrtdk[{extra}]"')
+
+
+def unknown_name(kind: str, name: str, known: list[str]) -> InvalidValueError:
+    """Build the error for a name that is not registered; it lists the known ones.
+
+    >>> str(unknown_name("task", "recal", ["recall", "text"]))
+    "unknown task 'recal'; known: recall, text"
+    """
+    return InvalidValueError(f"unknown {kind} {name!r}; known: {', '.join(sorted(known))}")

@@ -1,0 +1,148 @@
+"""Draws random attention rows, measures them, and says how well the averages are known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from sqrtdk.attention import attention, attention_gradients
+from sqrtdk.errors import InvalidTypeError, InvalidValueError
+
+Array = npt.NDArray[np.float64]
+
+Z_95 = 1.959963984540054
+"""The 97.5th percentile of the normal distribution: ± this many standard errors hold 95%."""
+
+_FEWEST_DRAWS = 8
+_MOST_NUMBERS = 2**26
+
+
+class Estimate(NamedTuple):
+    """A mean and the ends of its 95% confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def holds(self, truth: float) -> bool:
+        """Whether the interval contains a value."""
+        return self.low <= truth <= self.high
+
+
+def estimate_mean(values: npt.ArrayLike) -> Estimate:
+    """The mean of independent values with its 95% interval by Student's t.
+
+    >>> estimate_mean([1.0] * 8)
+    Estimate(value=1.0, low=1.0, high=1.0)
+    """
+    x = np.asarray(values, dtype=np.float64)
+    half = _student_95(x.size - 1) * float(x.std(ddof=1)) / math.sqrt(x.size)
+    mean = float(x.mean())
+    return Estimate(mean, mean - half, mean + half)
+
+
+def _student_95(freedom: int) -> float:
+    # Cornish–Fisher expansion of the t quantile around the normal one; within 0.001 from 7 degrees of freedom on.
+    z = Z_95
+    first = (z**3 + z) / 4
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + first / freedom + second / freedom**2 + third / freedom**3
+
+
+@dataclass(frozen=True)
+class SampledRows:
+    """What was measured on random rows, each array `[draws, queries]`; rows of one draw share their keys and values."""
+
+    logit_std: Array
+    saturation_index: Array
+    entropy_ratio: Array
+    sum_p2: Array
+    effective_keys: Array
+    max_weight: Array
+    jacobian_trace: Array
+    jacobian_norm: Array
+    grad_q: Array
+    grad_k: Array
+
+    def mean(self, quantity: str) -> Estimate:
+        """The mean over rows with a 95% interval over draws, as rows of one draw are not independent."""
+        return estimate_mean(getattr(self, quantity).mean(axis=1))
+
+
+def sample_rows(
+    scales: Sequence[float], *, d_k: int, n: int, draws: int, queries: int, seed: int
+) -> list[SampledRows]:
+    """Measure rows of Gaussian attention under several scales, on the same draws so that differences are paired.
+
+    q, k, v (dᵥ = dₖ) and the gradient of the loss at the output have independent standard normal entries.
+    `grad_q` is ‖∂loss/∂q‖ of each row; `grad_k` is ‖∂loss/∂K‖/√L of each draw, repeated over its rows.
+
+    The draws depend on the seed, dₖ and n alone.
+    """
+    rng = np.random.default_rng([seed, d_k, n])
+    fields = list(SampledRows.__dataclass_fields__)
+    collected: list[dict[str, list[Array]]] = [{name: [] for name in fields} for _ in scales]
+    for _ in range(draws):
+        k, v = rng.standard_normal((2, n, d_k))
+        q, grad_output = rng.standard_normal((2, queries, d_k))
+        for scale, rows in zip(scales, collected, strict=True):
+            measured = _measure(q, k, v, grad_output, scale)
+            for name in fields:
+                rows[name].append(measured[name])
+    return [SampledRows(**{name: np.stack(values) for name, values in rows.items()}) for rows in collected]
+
+
+def _measure(q: Array, k: Array, v: Array, grad_output: Array, scale: float) -> dict[str, Array]:
+    statistics = attention(q, k, v, scale=scale).statistics
+    assert statistics is not None
+    slopes = attention_gradients(q, k, v, grad_output, scale=scale)
+    measured = {
+        name: np.asarray(getattr(statistics, name), dtype=np.float64)
+        for name in SampledRows.__dataclass_fields__
+        if name not in ("logit_std", "grad_q", "grad_k")
+    }
+    key_norm = float(np.linalg.norm(slopes.key)) / math.sqrt(q.shape[0])
+    return measured | {
+        "logit_std": np.sqrt(statistics.logit_variance),
+        "grad_q": np.linalg.norm(slopes.query, axis=-1),
+        "grad_k": np.full(q.shape[0], key_norm),
+    }
+
+
+def require_count(name: str, value: int, least: int) -> None:
+    """Refuse what is not an integer of at least the given size, naming the argument."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise InvalidTypeError(f"{name} must be an integer, got {value!r}")
+    if value < least:
+        raise InvalidValueError(f"{name} must be at least {least}, got {value}")
+
+
+def require_counts(name: str, values: Sequence[int], least: int) -> None:
+    """Refuse an empty sequence, repeated values, or one that holds anything but integers of at least the given size."""
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise InvalidTypeError(f"{name} must be a sequence of integers, got {values!r}")
+    if not values:
+        raise InvalidValueError(f"{name} must name at least one size, got none")
+    for value in values:
+        require_count(f"each of {name}", value, least)
+    if len(set(values)) < len(values):
+        raise InvalidValueError(f"{name} must not repeat a size, got {tuple(values)}")
+
+
+def require_sampling(*, d_k: int, n: int, draws: int, queries: int, seed: int) -> None:
+    """Refuse sizes that cannot be sampled: too few draws for an interval, or more numbers than memory should hold."""
+    require_count("d_k", d_k, 1)
+    require_count("n", n, 2)
+    require_count("draws", draws, _FEWEST_DRAWS)
+    require_count("queries", queries, 1)
+    require_count("seed", seed, 0)
+    if max(n, queries) * d_k > _MOST_NUMBERS or queries * n > _MOST_NUMBERS:
+        raise InvalidValueError(
+            f"n·d_k, queries·d_k and queries·n must not exceed {_MOST_NUMBERS}, got n {n}, d_k {d_k}, queries {queries}"
+        )

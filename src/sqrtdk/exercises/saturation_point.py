@@ -1,0 +1,142 @@
+"""Exercise 2: softmax([x, 0, 0, 0]) for growing x, and the point from which it counts as saturated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from sqrtdk.errors import InvalidValueError
+from sqrtdk.exercises.sampling import require_count
+from sqrtdk.records import Record
+
+_WHY = (
+    "training moves the scores through the softmax Jacobian, and its trace 1 − Σp² adds up how far every weight still "
+    "answers to its own score, without singling one out"
+)
+
+
+def saturation(largest: float = 10.0, points: int = 101, zeros: int = 3, share: float = 0.05) -> Record:
+    """Follow softmax([x, 0, …, 0]) for x from 0 to `largest` and find where it saturates.
+
+    Saturated means here: the Jacobian's trace 1 − Σp² has fallen to `share` of its largest value, the one at x = 0.
+    Other definitions in use are solved for beside it. All points come from bisection on the definition itself.
+
+    Args:
+        largest: the end of the sweep.
+        points: how many x from 0 to `largest`, ends included.
+        zeros: how many zeros stand beside x.
+        share: how little must be left, between 0 and 1.
+
+    Returns:
+        A record with the tables ``points`` (definition, x, the weights there) and ``sweep``.
+
+    >>> record = saturation()
+    >>> [round(row["x"], 3) for row in record.tables["points"] if row["main"]]
+    [5.043]
+    """
+    if not (math.isfinite(largest) and largest > 0):
+        raise InvalidValueError(f"largest must be positive and finite, got {largest}")
+    require_count("points", points, 2)
+    require_count("zeros", zeros, 1)
+    if not 0 < share < 1:
+        raise InvalidValueError(f"share must lie between 0 and 1, got {share}")
+    grid = np.linspace(0.0, largest, points)
+    rows = [_describe(float(x), zeros) for x in grid]
+    found = _solve_definitions(zeros, share)
+    whole = largest if largest < 1 else float(math.floor(largest))
+    return Record(
+        kind="saturation",
+        spec={"largest": largest, "points": points, "zeros": zeros, "share": share},
+        tables={
+            "points": found,
+            "sweep": [_describe(x, zeros) for x in np.linspace(0.0, whole, 11).tolist()],
+        },
+        curves={name: [row[name] for row in rows] for name in rows[0]},
+        reading=_read(found, zeros, share, largest),
+    )
+
+
+def _describe(x: float, zeros: int) -> dict[str, float]:
+    # With t = e^(−x) the weights are 1/(1 + zeros·t) and t/(1 + zeros·t); 1 − p is never formed, so nothing cancels.
+    t = math.exp(-x)
+    total = 1.0 + zeros * t
+    first, other = 1.0 / total, t / total
+    rest = zeros * other
+    entropy = math.log(total) + rest * x
+    return {
+        "x": x,
+        "first_weight": first,
+        "other_weight": other,
+        "slope": first * rest,
+        "jacobian_trace": rest * (1.0 + first) - zeros * other**2,
+        "entropy_ratio": entropy / math.log(zeros + 1),
+    }
+
+
+def _solve_definitions(zeros: int, share: float) -> list[dict[str, Any]]:
+    full_trace = zeros / (zeros + 1.0)
+    percent = f"{100 * share:g} %"
+    definitions: list[tuple[str, Callable[[float], bool]]] = [
+        (
+            f"trace 1 − Σp² down to {percent} of its largest",
+            lambda x: _describe(x, zeros)["jacobian_trace"] <= share * full_trace,
+        ),
+        (f"largest weight at {100 * (1 - share):g} %", lambda x: 1.0 - _describe(x, zeros)["first_weight"] <= share),
+        (
+            f"entropy down to {percent} of ln {zeros + 1}",
+            lambda x: _describe(x, zeros)["entropy_ratio"] <= share,
+        ),
+        (
+            f"slope p(1 − p) of the largest weight down to {percent} of its largest, ¼",
+            # The slope rises until p = ½ at x = ln(zeros); only the fall after it is saturation.
+            lambda x: x > math.log(zeros) and _describe(x, zeros)["slope"] <= share / 4.0,
+        ),
+        ("float32 rounds the largest weight to 1, so that its slope p(1 − p) is exactly 0", _is_one_hot(zeros)),
+    ]
+    return [
+        {"definition": text, "x": x, **_weights_at(x, zeros), "main": index == 0}
+        for index, (text, saturated) in enumerate(definitions)
+        for x in [_first_where(saturated)]
+    ]
+
+
+def _weights_at(x: float, zeros: int) -> dict[str, float]:
+    at = _describe(x, zeros)
+    return {name: at[name] for name in ("first_weight", "jacobian_trace")}
+
+
+def _is_one_hot(zeros: int) -> Callable[[float], bool]:
+    def is_one_hot(x: float) -> bool:
+        exponentials = np.exp(np.array([0.0] + [-x] * zeros, dtype=np.float32))
+        return bool(exponentials[0] / exponentials.sum() == 1.0)
+
+    return is_one_hot
+
+
+def _first_where(saturated: Callable[[float], bool]) -> float:
+    """Find where a condition that holds from some x ≥ 0 on begins to hold, to the last bit."""
+    if saturated(0.0):
+        return 0.0
+    low, high = 0.0, 1.0
+    while not saturated(high):
+        low, high = high, 2.0 * high
+    while (middle := (low + high) / 2.0) not in (low, high):
+        low, high = (low, middle) if saturated(middle) else (middle, high)
+    return high
+
+
+def _read(found: list[dict[str, Any]], zeros: int, share: float, largest: float) -> list[str]:
+    main = found[0]
+    others = [row["x"] for row in found[1:-1]]
+    shown = ", ".join(["x"] + ["0"] * zeros) if zeros <= 5 else f"x and {zeros} zeros"
+    where = "within" if main["x"] <= largest else "beyond"
+    return [
+        f"softmax([{shown}]) saturates at x = {main['x']:.3f}, {where} the sweep: there the trace 1 − Σp² is {100 * share:g} % "
+        f"of its value at x = 0 and the largest weight is {main['first_weight']:.4f}.",
+        f"Why this definition: {_WHY}.",
+        f"The other definitions with the same share put the point between {min(others):.2f} and {max(others):.2f}; "
+        f"float32 rounds the largest weight to 1 only from x = {found[-1]['x']:.1f} on.",
+    ]

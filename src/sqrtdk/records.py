@@ -1,0 +1,95 @@
+"""What a computation leaves behind: its tables, what it was asked, and where its numbers come from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+SCHEMA_VERSION = 1
+
+Row = Mapping[str, Any]
+
+
+def spec_hash(spec: Mapping[str, Any]) -> str:
+    """Name a specification by its content: equal specs, equal hash, whatever the order of keys.
+
+    >>> spec_hash({"a": 1, "b": 2}) == spec_hash({"b": 2, "a": 1})
+    True
+    """
+    canonical = json.dumps(spec, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, sqrtdk and what is installed of NumPy and torch, without importing them."""
+    found = {"python": platform.python_version()}
+    for package in ("sqrtdk", "numpy", "torch"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def cpu_name() -> str:
+    """The processor's own name where the system tells it, else its architecture."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+@dataclass(frozen=True)
+class Record:
+    """One finished computation, ready to print, plot or store.
+
+    Args:
+        kind: what was computed (``"variance"``, ``"claims"``, ``"ablation"`` …); figures are looked up by it.
+        spec: what was asked, the seed included.
+        tables: named tables, each a list of flat rows; the first one is the headline table.
+        curves: larger numeric material for figures: nested lists or mappings of numbers.
+        reading: sentences that say what the numbers show, made from the numbers.
+    """
+
+    kind: str
+    spec: Mapping[str, Any]
+    tables: Mapping[str, Sequence[Row]]
+    curves: Mapping[str, Any] = field(default_factory=dict)
+    reading: Sequence[str] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """The record as plain JSON values; NaN and infinities become null, as JSON has no word for them."""
+        return {
+            "kind": self.kind,
+            "schema_version": SCHEMA_VERSION,
+            "spec": _plain(self.spec),
+            "spec_hash": spec_hash(self.spec),
+            "versions": versions(),
+            "cpu": cpu_name(),
+            **{name: _plain(rows) for name, rows in self.tables.items()},
+            "curves": _plain(self.curves),
+            "reading": list(self.reading),
+        }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, str) or value is None or isinstance(value, bool):
+        return value
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    if isinstance(value, Sequence):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

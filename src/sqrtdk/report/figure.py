@@ -1,0 +1,201 @@
+"""What a figure is, before anything draws it: panels of series with axes, reference lines and notes.
+
+A `Figure` is plain data. Each renderer draws the same one, so the page and the PNG cannot disagree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from sqrtdk.errors import InvalidValueError
+
+Numbers: TypeAlias = tuple[float, ...]
+Dash: TypeAlias = Literal["solid", "dash", "dot"]
+Symbol: TypeAlias = Literal["circle", "diamond", "cross", "square"]
+ColourScale: TypeAlias = Literal["sequential", "diverging"]
+
+# Light to dark as weights grow, readable on white and on black and by colour-blind readers.
+COLOUR_SCALES: dict[ColourScale, tuple[str, ...]] = {
+    "sequential": ("#0b1f3f", "#14486e", "#1f7a8c", "#5aa786", "#b6c96b", "#fde74c"),
+    "diverging": ("#0b5fa5", "#6aa5d6", "#dfe3e8", "#e8a070", "#c24f0a"),
+}
+
+
+def numbers(values: Iterable[float | None]) -> Numbers:
+    """Turn what a record holds (lists, arrays, None for "no number") into a tuple of floats.
+
+    >>> numbers([1, 2.5])
+    (1.0, 2.5)
+    """
+    return tuple(math.nan if value is None else float(value) for value in values)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line through points; `group` is its entry in the legend, None leaves it out."""
+
+    x: Numbers
+    y: Numbers
+    colour: str
+    group: str | None = None
+    dash: Dash = "solid"
+    width: float = 2.0
+    opacity: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require_equal_lengths("Line", x=self.x, y=self.y)
+
+
+@dataclass(frozen=True)
+class Points:
+    """Markers, with error bars from `low` to `high` if given and a text for each if given."""
+
+    x: Numbers
+    y: Numbers
+    colour: str
+    group: str | None = None
+    symbol: Symbol = "circle"
+    size: float = 7.0
+    low: Numbers | None = None
+    high: Numbers | None = None
+    text: tuple[str, ...] | None = None
+    show_text: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("low", "high", "text"):
+            if getattr(self, name) is not None:
+                _require_equal_lengths("Points", x=self.x, **{name: getattr(self, name)})
+        if (self.low is None) != (self.high is None):
+            raise InvalidValueError("Points must get low and high together, got one of them")
+        _require_equal_lengths("Points", x=self.x, y=self.y)
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Upright bars of one colour."""
+
+    x: Numbers
+    y: Numbers
+    colour: str
+    group: str | None = None
+    width: float = 0.8
+
+    def __post_init__(self) -> None:
+        _require_equal_lengths("Bars", x=self.x, y=self.y)
+
+
+@dataclass(frozen=True)
+class Band:
+    """The area between two lines over the same x."""
+
+    x: Numbers
+    low: Numbers
+    high: Numbers
+    colour: str
+    group: str | None = None
+    opacity: float = 0.2
+
+    def __post_init__(self) -> None:
+        _require_equal_lengths("Band", x=self.x, low=self.low, high=self.high)
+
+
+@dataclass(frozen=True)
+class Heatmap:
+    """A matrix as colours, first row on top; the colour range is fixed by the definition, not by the renderer."""
+
+    z: tuple[Numbers, ...]
+    low: float
+    high: float
+    colours: ColourScale = "sequential"
+    show_values: bool = False
+    colour_bar: bool = True
+
+    def __post_init__(self) -> None:
+        if len({len(row) for row in self.z}) > 1:
+            raise InvalidValueError(f"Heatmap must have rows of one length, got {[len(row) for row in self.z]}")
+
+
+Series: TypeAlias = Line | Points | Bars | Band | Heatmap
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis: its title, whether it is logarithmic, its range, and named ticks in place of numbers."""
+
+    title: str = ""
+    log: bool = False
+    low: float | None = None
+    high: float | None = None
+    ticks: tuple[tuple[float, str], ...] | None = None
+    hidden: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.low is None) != (self.high is None):
+            raise InvalidValueError("Axis must get low and high together, got one of them")
+        if self.log and self.low is not None and self.low <= 0:
+            raise InvalidValueError(f"a logarithmic Axis must start above 0, got {self.low}")
+
+
+@dataclass(frozen=True)
+class ReferenceLine:
+    """A thin dashed line across the panel at one value, with a few words at its end."""
+
+    value: float
+    label: str = ""
+    direction: Literal["horizontal", "vertical"] = "horizontal"
+
+
+@dataclass(frozen=True)
+class Note:
+    """A few words at a point of the panel, in data coordinates."""
+
+    x: float
+    y: float
+    text: str
+    side: Literal["right", "left", "above", "below"] = "right"
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One set of axes with what is drawn in it."""
+
+    title: str
+    x: Axis
+    y: Axis
+    series: tuple[Series, ...]
+    lines: tuple[ReferenceLine, ...] = ()
+    notes: tuple[Note, ...] = ()
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Panels in reading order, so many in a row, under one title; `caption` says how to read it."""
+
+    title: str
+    panels: tuple[Panel, ...]
+    columns: int = 3
+    caption: str = ""
+    panel_height: int = field(default=300)
+
+    def legend(self) -> dict[str, Line | Points | Bars | Band]:
+        """The legend's entries: each group once, with the first series that carries it.
+
+        >>> line = Line((0.0,), (1.0,), "#000000", group="none")
+        >>> list(Figure("f", (Panel("p", Axis(), Axis(), (line, line)),)).legend())
+        ['none']
+        """
+        entries: dict[str, Line | Points | Bars | Band] = {}
+        for panel in self.panels:
+            for series in panel.series:
+                if not isinstance(series, Heatmap) and series.group is not None:
+                    entries.setdefault(series.group, series)
+        return entries
+
+
+def _require_equal_lengths(kind: str, **values: Sequence[object]) -> None:
+    lengths = {name: len(value) for name, value in values.items()}
+    if len(set(lengths.values())) > 1:
+        raise InvalidValueError(f"{kind} must get values of one length, got {lengths}")

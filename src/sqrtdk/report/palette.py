@@ -1,0 +1,58 @@
+"""The colours: one fixed colour per scaling policy and per verdict, in every figure and on the page.
+
+The three policies of the texts have the colours of Okabe and Ito (2008), blue lightened until it stands on dark pages;
+all are readable on white and on near black. Colour never carries a meaning alone: legends, dashes or symbols repeat it.
+"""
+
+from __future__ import annotations
+
+from sqrtdk.report.figure import Symbol
+
+NEUTRAL = "#7b8390"
+ACCENT = "#8a63d2"
+
+_POLICIES = {
+    "none": "#d55e00",
+    "sqrt": "#1f83c9",
+    "inverse": "#009e73",
+    "fixed": "#b08900",
+    "temperature": "#c0609a",
+    "mup": "#6a8f1f",
+    "log_n": "#8a63d2",
+    "yarn": "#a0522d",
+    "llama4": "#4c6ef5",
+    "cosine": "#0f9fb0",
+    "qk_norm": "#d6336c",
+}
+# Two temperatures beside the default are told apart: warm for sharper, cool for softer.
+_SHARPER, _SOFTER = "#c0609a", "#5f7fa6"
+
+_LABELS = {"none": "no scaling", "sqrt": "1/√dₖ", "inverse": "1/dₖ"}
+
+VERDICT_COLOURS = {"holds": "#2b8a57", "wrong": "#d0342c", "depends": "#b07a00"}
+VERDICT_SYMBOLS: dict[str, Symbol] = {"holds": "circle", "wrong": "cross", "depends": "diamond"}
+VERDICT_MARKS = {"holds": "✓", "wrong": "✗", "depends": "◐"}
+
+
+def policy_colour(policy: str) -> str:
+    """The colour of a policy by its name, parameters ignored but for temperatures; an unknown one is grey.
+
+    >>> policy_colour("fixed:10") == policy_colour("fixed")
+    True
+    >>> policy_colour("temperature:1") == policy_colour("sqrt")
+    True
+    """
+    name, _, parameter = policy.partition(":")
+    if name == "temperature" and parameter:
+        relative = float(parameter)
+        return _POLICIES["sqrt"] if relative == 1.0 else _SHARPER if relative < 1.0 else _SOFTER
+    return _POLICIES.get(name, NEUTRAL)
+
+
+def policy_label(policy: str) -> str:
+    """What the legend calls a policy.
+
+    >>> policy_label("inverse")
+    '1/dₖ'
+    """
+    return _LABELS.get(policy, policy)

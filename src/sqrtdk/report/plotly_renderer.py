@@ -1,0 +1,293 @@
+"""Draws a figure with Plotly: one chart per panel, laid out and titled by HTML so that narrow screens can stack them."""
+
+from __future__ import annotations
+
+import math
+from html import escape
+from typing import Any
+
+from sqrtdk.errors import missing_extra
+from sqrtdk.report.figure import (
+    COLOUR_SCALES,
+    Axis,
+    Band,
+    Bars,
+    Figure,
+    Heatmap,
+    Line,
+    Note,
+    Numbers,
+    Panel,
+    Points,
+    ReferenceLine,
+    Series,
+)
+
+# Mid-tones that stand on white and on near black; the page's style sheet refines the text per colour scheme.
+_INK, _GRID = "#7b8390", "rgba(128,136,148,0.22)"
+_SYMBOLS = {"circle": "circle", "diamond": "diamond", "cross": "x", "square": "square"}
+_NOTE_ANCHORS: dict[str, dict[str, Any]] = {
+    "right": {"xanchor": "left", "yanchor": "middle", "xshift": 7},
+    "left": {"xanchor": "right", "yanchor": "middle", "xshift": -7},
+    "above": {"xanchor": "center", "yanchor": "bottom", "yshift": 6},
+    "below": {"xanchor": "center", "yanchor": "top", "yshift": -6},
+}
+
+
+def draw(figure: Figure) -> list[Any]:
+    """Draw a figure as Plotly figures, one per panel in reading order.
+
+    Raises:
+        MissingExtraError: plotly is not installed.
+    """
+    try:
+        import plotly.graph_objects as go
+    except ImportError:
+        raise missing_extra("plotly", "report") from None
+    return [
+        go.Figure(data=[_trace(series) for series in panel.series], layout=_layout(panel, figure.panel_height))
+        for panel in figure.panels
+    ]
+
+
+def render_fragment(figure: Figure, name: str) -> str:
+    """Render a figure as an HTML fragment: title, legend, panels with their data, caption.
+
+    The fragment needs `page.css` and `page.js` around it and Plotly's script before it; `name` must be unique on the page.
+    """
+    panels = []
+    for index, (panel, chart) in enumerate(zip(figure.panels, draw(figure), strict=True)):
+        # In JSON "<" occurs inside strings only, so it can be spelled in a way that cannot end the script element.
+        data = chart.to_json().replace("<", "\\u003c")
+        target = escape(f"{name}-{index}")
+        panels.append(
+            f'<div class="panel"><h4>{escape(panel.title)}</h4>'
+            f'<div class="plot" id="{target}" style="height:{figure.panel_height}px"></div>'
+            f'<script type="application/json" class="plot-data" data-for="{target}">{data}</script></div>'
+        )
+    legend = "".join(_legend_entry(group, series) for group, series in figure.legend().items())
+    caption = f'<p class="caption">{escape(figure.caption)}</p>' if figure.caption else ""
+    columns = min(figure.columns, len(figure.panels))
+    return (
+        f'<figure class="figure"><figcaption>{escape(figure.title)}</figcaption>'
+        f'<div class="legend">{legend}</div>'
+        f'<div class="panels columns-{columns}">{"".join(panels)}</div>{caption}</figure>'
+    )
+
+
+def plotly_script() -> str:
+    """Plotly's own JavaScript, from the installed package, so that pages need no network."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise missing_extra("plotly", "report") from None
+    return str(get_plotlyjs())
+
+
+def _trace(series: Series) -> dict[str, Any]:
+    shared: dict[str, Any] = {"showlegend": False}
+    if not isinstance(series, Heatmap):
+        # Plotly reads a little HTML in names and texts, so these are escaped; the group is compared, never shown.
+        shared |= {"name": escape(series.group or ""), "legendgroup": series.group or ""}
+    match series:
+        case Line():
+            return shared | {
+                "type": "scatter",
+                "mode": "lines",
+                "x": series.x,
+                "y": series.y,
+                "opacity": series.opacity,
+                "line": {"color": series.colour, "width": series.width, "dash": series.dash},
+                "hoverinfo": "x+y+name" if series.group else "skip",
+            }
+        case Points():
+            return shared | _points_trace(series)
+        case Bars():
+            return shared | {
+                "type": "bar",
+                "x": series.x,
+                "y": series.y,
+                "width": series.width,
+                "marker": {"color": series.colour, "line": {"width": 0}},
+            }
+        case Band():
+            return shared | {
+                "type": "scatter",
+                "mode": "lines",
+                "x": series.x + series.x[::-1],
+                "y": series.high + series.low[::-1],
+                "fill": "toself",
+                "fillcolor": _transparent(series.colour, series.opacity),
+                "line": {"width": 0},
+                "hoverinfo": "skip",
+            }
+        case Heatmap():
+            return shared | _heatmap_trace(series)
+
+
+def _points_trace(series: Points) -> dict[str, Any]:
+    trace: dict[str, Any] = {
+        "type": "scatter",
+        "mode": "markers+text" if series.show_text else "markers",
+        "x": series.x,
+        "y": series.y,
+        "marker": {
+            "color": series.colour,
+            "size": series.size * 1.15,
+            "symbol": _SYMBOLS[series.symbol],
+            "opacity": 0.9,
+        },
+    }
+    if series.text is not None:
+        trace |= {"text": [escape(text) for text in series.text], "hoverinfo": "text", "textposition": "bottom center"}
+        trace |= {"textfont": {"size": 10}, "cliponaxis": False}
+    if series.low is not None and series.high is not None:
+        trace["error_y"] = {
+            "type": "data",
+            "symmetric": False,
+            "array": _differences(series.high, series.y),
+            "arrayminus": _differences(series.y, series.low),
+            "thickness": 1.4,
+            "width": 0,
+        }
+    return trace
+
+
+def _heatmap_trace(series: Heatmap) -> dict[str, Any]:
+    colours = COLOUR_SCALES[series.colours]
+    trace: dict[str, Any] = {
+        "type": "heatmap",
+        "z": series.z,
+        "zmin": series.low,
+        "zmax": series.high,
+        "colorscale": [[index / (len(colours) - 1), colour] for index, colour in enumerate(colours)],
+        "showscale": series.colour_bar,
+        "colorbar": {"thickness": 9, "outlinewidth": 0, "xpad": 4, "tickfont": {"size": 10}},
+        "hovertemplate": "row %{y}, column %{x}: %{z:.4g}<extra></extra>",
+    }
+    if series.show_values:
+        trace |= {"texttemplate": "%{z:.3f}", "textfont": {"size": 11}}
+    return trace
+
+
+def _differences(above: Numbers, below: Numbers) -> Numbers:
+    return tuple(high - low for high, low in zip(above, below, strict=True))
+
+
+def _transparent(colour: str, opacity: float) -> str:
+    red, green, blue = (int(colour[index : index + 2], 16) for index in (1, 3, 5))
+    return f"rgba({red},{green},{blue},{opacity})"
+
+
+def _layout(panel: Panel, height: int) -> dict[str, Any]:
+    heatmap = any(isinstance(series, Heatmap) for series in panel.series)
+    return {
+        "template": "none",
+        "height": height,
+        "margin": {"l": 48, "r": 10, "t": 8, "b": 40},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "font": {"color": _INK, "size": 11, "family": "inherit"},
+        "hoverlabel": {"font": {"size": 12}},
+        "showlegend": False,
+        "bargap": 0.2,
+        "xaxis": _axis(panel.x, heatmap, upside_down=False),
+        "yaxis": _axis(panel.y, heatmap, upside_down=heatmap),
+        "shapes": [_reference_shape(line) for line in panel.lines],
+        "annotations": [_reference_label(line, panel) for line in panel.lines if line.label]
+        + [_note(note, panel) for note in panel.notes],
+    }
+
+
+def _axis(axis: Axis, heatmap: bool, *, upside_down: bool) -> dict[str, Any]:
+    layout: dict[str, Any] = {
+        "title": {"text": escape(axis.title), "standoff": 6, "font": {"size": 12}},
+        "type": "log" if axis.log else "linear",
+        "automargin": True,
+        "gridcolor": _GRID,
+        "showgrid": not heatmap,
+        "zeroline": False,
+        "ticks": "",
+        "exponentformat": "power",
+        "visible": not axis.hidden,
+    }
+    if axis.log and axis.ticks is None:
+        # Powers of ten only: in between Plotly writes lone digits 2 and 5 that nobody can read as 20 or 500.
+        layout |= {"dtick": 1} if axis.low is None or axis.high is None or axis.high / axis.low < 1e6 else {}
+    if axis.low is not None and axis.high is not None:
+        ends = [_coordinate(axis.low, axis), _coordinate(axis.high, axis)]
+        layout["range"] = ends
+    elif upside_down:
+        layout["autorange"] = "reversed"
+    if axis.ticks is not None:
+        layout |= {
+            "tickmode": "array",
+            "tickvals": [value for value, _ in axis.ticks],
+            "ticktext": [escape(label) for _, label in axis.ticks],
+        }
+    return layout
+
+
+def _coordinate(value: float, axis: Axis) -> float:
+    # Plotly places ranges and annotations on a logarithmic axis by their exponent, shapes by their value.
+    return math.log10(value) if axis.log else value
+
+
+def _reference_shape(line: ReferenceLine) -> dict[str, Any]:
+    style = {"type": "line", "layer": "below", "line": {"color": _INK, "width": 1, "dash": "dash"}}
+    if line.direction == "horizontal":
+        return style | {"xref": "paper", "x0": 0, "x1": 1, "y0": line.value, "y1": line.value}
+    return style | {"yref": "paper", "y0": 0, "y1": 1, "x0": line.value, "x1": line.value}
+
+
+def _reference_label(line: ReferenceLine, panel: Panel) -> dict[str, Any]:
+    label: dict[str, Any] = {"text": escape(line.label), "showarrow": False, "font": {"size": 10.5}}
+    if line.direction == "horizontal":
+        return label | {
+            "xref": "paper",
+            "x": 1,
+            "y": _coordinate(line.value, panel.y),
+            "xanchor": "right",
+            "yanchor": "bottom",
+        }
+    return label | {
+        "yref": "paper",
+        "y": 1,
+        "x": _coordinate(line.value, panel.x),
+        "xanchor": "left",
+        "yanchor": "top",
+        "align": "left",
+    }
+
+
+def _note(note: Note, panel: Panel) -> dict[str, Any]:
+    return {
+        "text": escape(note.text),
+        "showarrow": False,
+        "font": {"size": 10.5},
+        "x": _coordinate(note.x, panel.x),
+        "y": _coordinate(note.y, panel.y),
+    } | _NOTE_ANCHORS[note.side]
+
+
+def _legend_entry(group: str, series: Line | Points | Bars | Band) -> str:
+    colour = series.colour
+    match series:
+        case Line():
+            dashes = {"solid": "", "dash": ' stroke-dasharray="5 3"', "dot": ' stroke-dasharray="1.5 2.5"'}
+            drawing = f'<line x1="0" y1="6" x2="22" y2="6" stroke="{colour}" stroke-width="3"{dashes[series.dash]}/>'
+        case Points():
+            shapes = {
+                "circle": f'<circle cx="11" cy="6" r="5" fill="{colour}"/>',
+                "square": f'<rect x="6" y="1" width="10" height="10" fill="{colour}"/>',
+                "diamond": f'<path d="M11 0 17 6 11 12 5 6z" fill="{colour}"/>',
+                "cross": f'<path d="M6 1 16 11 M16 1 6 11" stroke="{colour}" stroke-width="3.5"/>',
+            }
+            drawing = shapes[series.symbol]
+        case Bars() | Band():
+            opacity = series.opacity + 0.15 if isinstance(series, Band) else 1.0
+            drawing = f'<rect width="22" height="12" fill="{colour}" fill-opacity="{opacity:.2f}"/>'
+    return (
+        f'<button type="button" data-group="{escape(group)}" aria-pressed="true">'
+        f'<svg width="22" height="12" aria-hidden="true">{drawing}</svg>{escape(group)}</button>'
+    )

@@ -1,0 +1,364 @@
+"""Scaling policies: what multiplies q·k, each with its formula and its source, and the registry of their names.
+
+A policy is an optional `prepare(q, k)` (normalise before the product) and a `factor(context)` (the number,
+or one number per head and query, that multiplies the product). `scale` multiplies; a temperature divides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from sqrtdk.errors import InvalidTypeError, InvalidValueError, unknown_name
+
+Array = npt.NDArray[Any]
+Factor = float | Array
+
+
+@dataclass(frozen=True)
+class ScaleContext:
+    """What a policy may know about a call.
+
+    Args:
+        d_k: length of a query or key vector.
+        positions: absolute position of each query, integers `[L]`.
+        count_visible: gives how many keys each query sees, integers that broadcast to `[..., H, L]`;
+            called only by policies that ask, as counting under a mask costs a pass over the mask.
+    """
+
+    d_k: int
+    positions: Array = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
+    count_visible: Callable[[], Array] = lambda: np.ones(1, dtype=np.int64)
+
+    @property
+    def visible_keys(self) -> Array:
+        """Number of keys each query sees, broadcastable to `[..., H, L]`."""
+        return self.count_visible()
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Base of all policies: no preparation, a factor to define, and the words for tables and docs."""
+
+    name: ClassVar[str] = ""
+    formula: ClassVar[str] = ""
+    source: ClassVar[str] = ""
+
+    def factor(self, context: ScaleContext) -> Factor:
+        """The multiplier of q·k: a number, or an array that broadcasts to `[..., H, L]`."""
+        raise TypeError(f"{type(self).__name__} must define factor(context)")
+
+    def prepare(self, q: Any, k: Any) -> tuple[Any, Any]:
+        """What enters the product in place of q and k (arrays or tensors `[..., L, D]`)."""
+        return q, k
+
+    def pull_back(self, q: Array, k: Array, grad_q: Array, grad_k: Array) -> tuple[Array, Array]:
+        """Gradients at the prepared q and k, carried back to the q and k that were given."""
+        return grad_q, grad_k
+
+    def __str__(self) -> str:
+        first = next(iter(fields(self)), None)
+        return self.name if first is None else f"{self.name}:{getattr(self, first.name)}"
+
+
+_registry: dict[str, type[Policy]] = {}
+
+
+def register(policy: type[Policy]) -> type[Policy]:
+    """Make a policy known by its name; a name can be taken once.
+
+    >>> "sqrt" in names()
+    True
+    """
+    if not policy.name or not policy.formula or not policy.source:
+        raise InvalidValueError(f"{policy.__name__} must state name, formula and source before it is registered")
+    if policy.name in _registry:
+        raise InvalidValueError(f"a policy named {policy.name!r} is registered already")
+    _registry[policy.name] = policy
+    return policy
+
+
+def names() -> list[str]:
+    """The registered names, in the order of registration.
+
+    >>> names()[:3]
+    ['none', 'sqrt', 'inverse']
+    """
+    return list(_registry)
+
+
+def get(name: str, *args: Any, **kwargs: Any) -> Policy:
+    """Make a policy from its name and parameters; the text may carry the first parameter: ``"fixed:10"``.
+
+    >>> get("fixed", 10) == get("fixed:10")
+    True
+    >>> round(get("yarn", 4.0).factor(ScaleContext(d_k=64)), 4)         # (0.1 ln 4 + 1)² / 8
+    0.1621
+
+    Raises:
+        InvalidValueError: unknown name (the message lists the known ones), or bad or missing parameters.
+    """
+    name, colon, value = name.partition(":")
+    if name not in _registry:
+        raise unknown_name("scaling policy", name, names())
+    if colon:
+        try:
+            args = (float(value), *args)
+        except ValueError:
+            raise InvalidValueError(f"the parameter of {name!r} must be a number, got {value!r}") from None
+    try:
+        return _registry[name](*args, **kwargs)
+    except TypeError as error:
+        parameters = ", ".join(item.name for item in fields(_registry[name])) or "none"
+        raise InvalidValueError(f"policy {name!r} takes the parameters: {parameters} ({error})") from None
+
+
+def resolve(scale: str | Policy | None) -> Policy:
+    """Turn what a user may write for a policy (None, a name, an object) into the object.
+
+    >>> resolve(None)
+    Sqrt()
+    """
+    if scale is None:
+        return Sqrt()
+    if isinstance(scale, str):
+        return get(scale)
+    if isinstance(scale, Policy):
+        return scale
+    raise InvalidTypeError(f"scale must be a policy, a policy's name or None here, got {type(scale).__name__}")
+
+
+def _require_positive(name: str, value: float) -> None:
+    if isinstance(value, str) or not np.all(np.isfinite(value)) or not np.all(np.asarray(value) > 0):
+        raise InvalidValueError(f"{name} must be positive and finite, got {value!r}")
+
+
+@register
+@dataclass(frozen=True)
+class Unscaled(Policy):
+    """No scaling: q·k goes into the softmax as it is."""
+
+    name = "none"
+    formula = "1"
+    source = "the control; also T5 (Raffel et al. 2020), which folds the scale into its initialisation"
+
+    def factor(self, context: ScaleContext) -> Factor:
+        return 1.0
+
+
+@register
+@dataclass(frozen=True)
+class Sqrt(Policy):
+    """1/√dₖ, the default: unit-variance q and k give unit-variance logits at every dₖ."""
+
+    name = "sqrt"
+    formula = "1/√dₖ"
+    source = "Vaswani et al. 2017, eq. 1"
+
+    def factor(self, context: ScaleContext) -> Factor:
+        return 1.0 / math.sqrt(context.d_k)
+
+
+@register
+@dataclass(frozen=True)
+class Inverse(Policy):
+    """1/dₖ: keeps q·k of *correlated* q and k at order one (muP); for independent ones the variance is 1/dₖ."""
+
+    name = "inverse"
+    formula = "1/dₖ"
+    source = "Yang et al. 2022 (Tensor Programs V), definition 4.1"
+
+    def factor(self, context: ScaleContext) -> Factor:
+        return 1.0 / context.d_k
+
+
+@register
+@dataclass(frozen=True)
+class Fixed(Policy):
+    """A constant divisor that does not know dₖ."""
+
+    divisor: float
+    name = "fixed"
+    formula = "1/c"
+    source = "any constant; Gemma 2 27B divides by √144 with dₖ = 128"
+
+    def __post_init__(self) -> None:
+        _require_positive("divisor", self.divisor)
+
+    def factor(self, context: ScaleContext) -> Factor:
+        return 1.0 / self.divisor
+
+
+@register
+@dataclass(frozen=True, eq=False)
+class Temperature(Policy):
+    """A temperature τ in units of √dₖ: τ < 1 is sharper than the default, τ > 1 softer, τ = 1 is the default.
+
+    Args:
+        relative: τ/√dₖ, a number or an array that broadcasts to `[..., H, L]` (one per head or per query).
+    """
+
+    relative: Factor = 1.0
+    name = "temperature"
+    formula = "1/(t·√dₖ), t = τ/√dₖ"
+    source = "Hinton et al. 2015, eq. 1, with √dₖ as the unit"
+
+    def __post_init__(self) -> None:
+        _require_positive("relative", self.relative)  # type: ignore[arg-type]
+
+    def factor(self, context: ScaleContext) -> Factor:
+        return 1.0 / (self.relative * math.sqrt(context.d_k))
+
+
+@register
+@dataclass(frozen=True)
+class Mup(Policy):
+    """α·√d_base/dₖ: the default at dₖ = d_base, 1/dₖ growth beyond; 8/dₖ is d_base = 64."""
+
+    d_base: float = 64.0
+    alpha: float = 1.0
+    name = "mup"
+    formula = "α·√d_base/dₖ"
+    source = "Yang et al. 2022 (Tensor Programs V), section B.1"
+
+    def __post_init__(self) -> None:
+        _require_positive("d_base", self.d_base)
+        _require_positive("alpha", self.alpha)
+
+    def factor(self, context: ScaleContext) -> Factor:
+        return self.alpha * math.sqrt(self.d_base) / context.d_k
+
+
+@register
+@dataclass(frozen=True)
+class LogN(Policy):
+    """s·(ln n)^power/√dₖ with n the visible keys: sharper as the context grows, so that entropy does not.
+
+    `power=0.5` keeps the saturation index of Gaussian logits constant in n. A row that sees one key or none
+    gets the factor 0; its weights do not depend on it.
+    """
+
+    s: float = 1.0
+    power: float = 1.0
+    name = "log_n"
+    formula = "s·(ln n)^a/√dₖ, n visible keys"
+    source = "Nakanishi 2025 (Scalable-Softmax), eq. 3 with a = 1; a = ½ from the random energy model"
+
+    def __post_init__(self) -> None:
+        _require_positive("s", self.s)
+        _require_positive("power", self.power)
+
+    def factor(self, context: ScaleContext) -> Factor:
+        log_n = np.log(np.maximum(context.visible_keys, 1).astype(np.float64))
+        return np.asarray(self.s * log_n**self.power / math.sqrt(context.d_k))
+
+
+@register
+@dataclass(frozen=True)
+class Yarn(Policy):
+    """(0.1·ln s + 1)²/√dₖ for a context extended s times; the default for s ≤ 1.
+
+    The paper puts the factor's root on q and on k each, so the logits get its square.
+    """
+
+    extension: float = 1.0
+    name = "yarn"
+    formula = "(0.1·ln s + 1)²/√dₖ, s ≤ 1: 1/√dₖ"
+    source = "Peng et al. 2023 (YaRN), eq. 22: √(1/t) = 0.1 ln s + 1"
+
+    def __post_init__(self) -> None:
+        _require_positive("extension", self.extension)
+
+    def factor(self, context: ScaleContext) -> Factor:
+        root = 0.1 * math.log(max(self.extension, 1.0)) + 1.0
+        return root * root / math.sqrt(context.d_k)
+
+
+@register
+@dataclass(frozen=True)
+class Llama4(Policy):
+    """(1 + β·ln(1 + ⌊(position + 1)/floor⌋))/√dₖ: the default for the first floor − 1 positions, then sharper."""
+
+    floor: float = 8192.0
+    beta: float = 0.1
+    name = "llama4"
+    formula = "(1 + 0.1·ln(1 + ⌊(pos+1)/8192⌋))/√dₖ"
+    source = "Llama 4 model code (floor_scale 8192, attn_scale 0.1)"
+
+    def __post_init__(self) -> None:
+        _require_positive("floor", self.floor)
+        _require_positive("beta", self.beta)
+
+    def factor(self, context: ScaleContext) -> Factor:
+        steps = np.floor((np.asarray(context.positions, dtype=np.float64) + 1.0) / self.floor)
+        return np.asarray((1.0 + self.beta * np.log1p(steps)) / math.sqrt(context.d_k))
+
+
+def _root_mean_square(x: Any, epsilon: float) -> Any:
+    return ((x * x).mean(axis=-1, keepdims=True) + epsilon) ** 0.5
+
+
+def _length(x: Any, epsilon: float) -> Any:
+    return ((x * x).sum(axis=-1, keepdims=True) + epsilon) ** 0.5
+
+
+@dataclass(frozen=True)
+class _Normalised(Policy):
+    """q and k each divided by a size of their own before the product."""
+
+    size: ClassVar[Callable[[Any, float], Any]]
+    epsilon: ClassVar[float] = 1e-12
+
+    def prepare(self, q: Any, k: Any) -> tuple[Any, Any]:
+        size = type(self).size
+        return q / size(q, self.epsilon), k / size(k, self.epsilon)
+
+    def pull_back(self, q: Array, k: Array, grad_q: Array, grad_k: Array) -> tuple[Array, Array]:
+        return self._pull_back_one(q, grad_q), self._pull_back_one(k, grad_k)
+
+    def _pull_back_one(self, x: Array, grad: Array) -> Array:
+        # y = x/r(x) with r² = w·Σx² + ε, so ∂r/∂x = w·x/r; w is 1 for the length and 1/D for the mean square.
+        r = type(self).size(x, self.epsilon)
+        weight = 1.0 if type(self).size is _length else 1.0 / max(x.shape[-1], 1)
+        along = (grad * x).sum(axis=-1, keepdims=True)
+        carried = grad / r - x * (weight * along / r**3)
+        # A vector without influence has no gradient, even where it is NaN or infinite itself.
+        return np.asarray(np.where((grad != 0).any(axis=-1, keepdims=True), carried, 0.0))
+
+
+@register
+@dataclass(frozen=True)
+class Cosine(_Normalised):
+    """exp(min(s, ln 100)) times the cosine of q and k; s starts at ln 10, so the logits lie in [−10, 10]."""
+
+    log_scale: float = math.log(10.0)
+    name = "cosine"
+    formula = "exp(min(s, ln 100))·cos(q, k)"
+    source = "Liu et al. 2022 (Swin Transformer V2), eq. 2 and model code"
+    size = staticmethod(_length)
+
+    def factor(self, context: ScaleContext) -> Factor:
+        return math.exp(min(self.log_scale, math.log(100.0)))
+
+
+@register
+@dataclass(frozen=True)
+class QKNorm(_Normalised):
+    """g/√dₖ on q and k of root mean square 1: the default's logit variance whatever the size of q and k."""
+
+    gain: float = 1.0
+    name = "qk_norm"
+    formula = "g/√dₖ·rms(q)·rms(k)"
+    source = "Henry et al. 2020 (Query-Key Normalization); Dehghani et al. 2023 (ViT-22B); Qwen3 (RMS norm)"
+    size = staticmethod(_root_mean_square)
+
+    def __post_init__(self) -> None:
+        _require_positive("gain", self.gain)
+
+    def factor(self, context: ScaleContext) -> Factor:
+        return self.gain / math.sqrt(context.d_k)

@@ -1,0 +1,242 @@
+"""What each number about a row of attention means, and how rows add up to a summary per head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sqrtdk.errors import InvalidTypeError, InvalidValueError
+from sqrtdk.theory import saturation_index
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class AttentionStatistics:
+    """Per-row statistics of attention, arrays `[..., H, L]`, float64 (counts and indices int64).
+
+    A row is one query of one head; its p are the softmax weights over its visible keys alone (sinks left out, their
+    share is `sink_weight`). A row that sees nothing has entropy and weights 0, `max_key` −1, maxima and logsumexp −inf,
+    mean and variances NaN; summaries count such rows and leave them out.
+
+    The largest weight is kept apart: `tail_weight`, `tail_p2`, `tail_p3` are Σp, Σp², Σp³ over all keys but the
+    largest. So 1 − Σp² and the Jacobian's norm keep their relative accuracy when the row is one-hot but for 1e-20,
+    where 1 − Σp² taken from a rounded Σp² would be 0.
+
+    >>> from sqrtdk import attention
+    >>> import numpy as np
+    >>> rows = attention(np.ones((1, 4)), np.zeros((8, 4)), np.zeros((8, 2))).statistics
+    >>> float(rows.effective_keys[0]), float(rows.entropy_ratio[0])
+    (8.0, 1.0)
+    """
+
+    visible_keys: Array
+    max_key: Array
+    max_logit: Array
+    logsumexp: Array
+    entropy: Array
+    tail_weight: Array
+    tail_p2: Array
+    tail_p3: Array
+    logit_mean: Array
+    logit_variance: Array
+    score_max: Array
+    score_variance: Array
+    sink_weight: Array
+
+    @property
+    def max_weight(self) -> Array:
+        """The largest weight; 0 where nothing is visible."""
+        return np.where(self.visible_keys > 0, 1.0 - self.tail_weight, 0.0)
+
+    @property
+    def sum_p2(self) -> Array:
+        """Σp², from 1/n (uniform) to 1 (one-hot); 0 where nothing is visible."""
+        return self.max_weight**2 + self.tail_p2
+
+    @property
+    def sum_p3(self) -> Array:
+        """Σp³."""
+        return self.max_weight**3 + self.tail_p3
+
+    @property
+    def effective_keys(self) -> Array:
+        """1/Σp²: how many equal weights would be as concentrated; 0 where nothing is visible."""
+        visible = self.visible_keys > 0
+        return np.where(visible, 1.0 / np.where(visible, self.sum_p2, 1.0), 0.0)
+
+    @property
+    def entropy_ratio(self) -> Array:
+        """H/ln n: 1 uniform, 0 one-hot; NaN with fewer than two visible keys."""
+        several = self.visible_keys > 1
+        return np.where(several, self.entropy / np.log(np.where(several, self.visible_keys, 2)), np.nan)
+
+    @property
+    def saturation_index(self) -> Array:
+        """ρ = σ/√(2 ln n) with σ the standard deviation of the row's logits; NaN with fewer than two visible keys."""
+        return saturation_index(np.sqrt(self.logit_variance), self.visible_keys)
+
+    @property
+    def jacobian_trace(self) -> Array:
+        """1 − Σp², the trace of the softmax Jacobian: 0 for one-hot rows; 0 where nothing is visible."""
+        # 1 − (1−t)² = t(2−t): no cancellation for a small tail t.
+        return np.where(self.visible_keys > 0, self.tail_weight * (2.0 - self.tail_weight) - self.tail_p2, 0.0)
+
+    @property
+    def jacobian_norm(self) -> Array:
+        """√(Σp² − 2Σp³ + (Σp²)²), the Frobenius norm of the softmax Jacobian."""
+        # With the largest weight a = 1 − t apart: a²t² + Σ'p²(1 + 2a²) − 2Σ'p³ + (Σ'p²)², every part ≥ 0.
+        a2 = self.max_weight**2
+        square = a2 * self.tail_weight**2 + self.tail_p2 * (1.0 + 2.0 * a2) - 2.0 * self.tail_p3 + self.tail_p2**2
+        return np.sqrt(np.maximum(square, 0.0))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The common shape `[..., H, L]` of all fields."""
+        return tuple(self.visible_keys.shape)
+
+
+SUMMARISED = (
+    "entropy",
+    "entropy_ratio",
+    "saturation_index",
+    "max_weight",
+    "effective_keys",
+    "sum_p2",
+    "jacobian_trace",
+    "jacobian_norm",
+    "max_logit",
+    "logit_mean",
+    "logit_variance",
+    "score_max",
+    "score_variance",
+    "sink_weight",
+    "visible_keys",
+)
+"""The row statistics a `HeadSummary` follows."""
+
+# Bin edges for quantiles: symmetric, linear to 1e-3 around zero and logarithmic beyond, so that entropy ratios
+# (0 to 1), logits (±100) and variances (to 1e9) share one histogram with 3% relative resolution.
+_DECADES = np.geomspace(1e-3, 1e9, 12 * 80 + 1)
+BIN_EDGES = np.concatenate([-_DECADES[::-1], _DECADES])
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Count, mean, sum of squared deviations, least, largest and histogram of one statistic, one entry per head `[H]`.
+
+    Rows whose value is NaN or infinite are not in it; `left_out` counts them.
+    """
+
+    count: Array
+    left_out: Array
+    mean: Array
+    m2: Array
+    least: Array
+    largest: Array
+    histogram: Array
+
+    @staticmethod
+    def of(values_HN: Array) -> Moments:
+        """Summarise values `[H, N]`, one row per head."""
+        finite = np.isfinite(values_HN)
+        count = finite.sum(axis=1)
+        some = np.maximum(count, 1)
+        kept = np.where(finite, values_HN, 0.0).astype(np.float64)
+        mean = kept.sum(axis=1) / some
+        deviation = np.where(finite, kept - mean[:, None], 0.0)
+        bins = np.searchsorted(BIN_EDGES, kept, side="right")
+        histogram = (
+            np.stack(
+                [np.bincount(row[use], minlength=len(BIN_EDGES) + 1) for row, use in zip(bins, finite, strict=True)]
+            )
+            if len(values_HN)
+            else np.zeros((0, len(BIN_EDGES) + 1), dtype=np.int64)
+        )
+        return Moments(
+            count=count,
+            left_out=values_HN.shape[1] - count,
+            mean=mean,
+            m2=(deviation * deviation).sum(axis=1),
+            least=np.where(finite, values_HN, np.inf).min(axis=1, initial=np.inf),
+            largest=np.where(finite, values_HN, -np.inf).max(axis=1, initial=-np.inf),
+            histogram=histogram,
+        )
+
+    def merge(self, other: Moments) -> Moments:
+        """The moments of both sets of rows together (Chan, Golub, LeVeque 1979)."""
+        count = self.count + other.count
+        some = np.maximum(count, 1)
+        apart = other.mean - self.mean
+        return Moments(
+            count=count,
+            left_out=self.left_out + other.left_out,
+            mean=(self.count * self.mean + other.count * other.mean) / some,
+            m2=self.m2 + other.m2 + apart * apart * (self.count * (other.count / some)),
+            least=np.minimum(self.least, other.least),
+            largest=np.maximum(self.largest, other.largest),
+            histogram=self.histogram + other.histogram,
+        )
+
+    @property
+    def variance(self) -> Array:
+        """Population variance per head; NaN without rows."""
+        return np.where(self.count > 0, self.m2 / np.maximum(self.count, 1), np.nan)
+
+    def quantile(self, probability: float) -> Array:
+        """A quantile per head from the histogram, to 3% of the value (1e-3 near zero); NaN without rows."""
+        if not 0.0 <= probability <= 1.0:
+            raise InvalidValueError(f"probability must lie in [0, 1], got {probability}")
+        upper = np.append(BIN_EDGES, np.inf)
+        lower = np.insert(BIN_EDGES, 0, -np.inf)
+        cumulative = self.histogram.cumsum(axis=1)
+        found = (cumulative >= np.maximum(np.ceil(probability * self.count), 1)[:, None]).argmax(axis=1)
+        middle = 0.5 * (np.maximum(lower[found], self.least) + np.minimum(upper[found], self.largest))
+        return np.where(self.count > 0, middle, np.nan)
+
+
+@dataclass(frozen=True)
+class HeadSummary:
+    """Row statistics added up per head; summaries of batches or ranks merge into the summary of the whole.
+
+    >>> from sqrtdk import attention
+    >>> import numpy as np
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 4, 16, 8))
+    >>> whole = HeadSummary.of(attention(q, k, v).statistics)
+    >>> halves = [HeadSummary.of(attention(q[i:i+1], k[i:i+1], v[i:i+1]).statistics) for i in range(2)]
+    >>> merged = halves[0].merge(halves[1])
+    >>> bool(np.allclose(merged["entropy"].mean, whole["entropy"].mean, rtol=1e-12))
+    True
+    """
+
+    moments: dict[str, Moments]
+
+    @staticmethod
+    def of(statistics: AttentionStatistics) -> HeadSummary:
+        """Summarise row statistics `[..., H, L]` (or `[L]`, one head) over batch and rows."""
+        if not isinstance(statistics, AttentionStatistics):
+            raise InvalidTypeError(f"statistics must be AttentionStatistics, got {type(statistics).__name__}")
+        heads = statistics.shape[-2] if len(statistics.shape) > 1 else 1
+        moments = {}
+        for name in SUMMARISED:
+            values = np.asarray(getattr(statistics, name))
+            by_head = np.moveaxis(values.reshape(-1, heads, statistics.shape[-1]), 1, 0)
+            moments[name] = Moments.of(by_head.reshape(heads, by_head.shape[1] * by_head.shape[2]))
+        return HeadSummary(moments)
+
+    def merge(self, other: HeadSummary) -> HeadSummary:
+        """The summary of both sets of rows together; counts exactly, floats to about 1e-12."""
+        if self.heads != other.heads:
+            raise InvalidValueError(f"other must have {self.heads} heads, got {other.heads}")
+        return HeadSummary({name: own.merge(other.moments[name]) for name, own in self.moments.items()})
+
+    @property
+    def heads(self) -> int:
+        """Number of heads."""
+        return len(self.moments["entropy"].count)
+
+    def __getitem__(self, name: str) -> Moments:
+        return self.moments[name]
