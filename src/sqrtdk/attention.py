@@ -93,9 +93,10 @@ def attention(
     described = _empty_statistics(call.rows_shape) if statistics else None
     for tile in call.tiles():
         attended = attend(call.rows(tile), statistics=statistics)
-        output[tile] = attended.output
-        if every_weight is not None:
-            every_weight[tile] = attended.weights
+        with np.errstate(all="ignore"):
+            output[tile] = attended.output
+            if every_weight is not None:
+                every_weight[tile] = attended.weights
         if described is not None and attended.statistics is not None:
             for name, array in described.items():
                 array[tile] = getattr(attended.statistics, name)
@@ -152,7 +153,7 @@ def attention_gradients(
     grad_scale = np.zeros(call.rows_shape)
     grad_sinks = np.zeros(call.rows_shape)
     for tile in call.tiles():
-        found = differentiate(call.rows(tile), grad[tile].astype(np.float64))
+        found = differentiate(call.rows(tile), grad[tile].astype(np.float64, order="C"))
         n, g, _, _ = tile
         grad_q[tile] = found.query
         grad_k[n, g] += found.key.sum(axis=2, keepdims=True)
@@ -160,7 +161,7 @@ def attention_gradients(
         grad_scale[tile] = found.scale
         grad_sinks[tile] = found.sink
     with np.errstate(all="ignore"):
-        wide_q, wide_k = call.q.astype(np.float64), call.k.astype(np.float64)
+        wide_q, wide_k = call.q.astype(np.float64, order="C"), call.k.astype(np.float64, order="C")
         grad_q, grad_k = call.policy.pull_back(wide_q, wide_k, grad_q, grad_k)
         return Gradients(
             query=call.restore(grad_q.astype(call.dtype)),

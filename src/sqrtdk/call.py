@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from sqrtdk.errors import InvalidTypeError, InvalidValueError
 from sqrtdk.reference import Rows
-from sqrtdk.scales import Policy, ScaleContext, Sqrt, resolve
+from sqrtdk.scales import Policy, ScaleContext, Sqrt, Temperature, resolve
 
 Array = npt.NDArray[Any]
 Window = tuple[int | None, int | None]
@@ -91,12 +91,15 @@ class Call:
     def rows(self, tile: Tile) -> Rows:
         """The float64 rows of a tile, with its masks worked out."""
         n, g, _, _ = tile
-        q, k = self.policy.prepare(self.q[tile].astype(np.float64), self.k[n, g].astype(np.float64))
+        # C order whatever the caller's strides: the product's rounding follows the layout.
+        q, k = self.q[tile].astype(np.float64, order="C"), self.k[n, g].astype(np.float64, order="C")
+        with np.errstate(all="ignore"):
+            q, k = self.policy.prepare(q, k)
         visible, bias = self.visibility(tile)
         return Rows(
             q=q,
             k=k,
-            v=self.v[n, g].astype(np.float64),
+            v=self.v[n, g].astype(np.float64, order="C"),
             scale=self.factor[tile][..., None],
             visible=visible,
             bias=bias,
@@ -187,12 +190,24 @@ def validate(
     return replace(call, policy=policy, factor=factor)
 
 
+# Beyond any sequence, and three of them still add up within an int64.
+_FAR = 2**61
+
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+def _as_array(name: str, value: npt.ArrayLike) -> Array:
+    try:
+        return np.asarray(value)
+    except ValueError as error:
+        raise InvalidValueError(
+            f"{name} must be an array or nested lists of one shape, got neither ({error})"
+        ) from None
 
 
 def as_float_array(name: str, value: npt.ArrayLike) -> Array:
     """The argument as an array of one of the four float dtypes, not copied."""
-    array = np.asarray(value)
+    array = _as_array(name, value)
     if array.dtype.name not in _FLOATS:
         raise InvalidTypeError(f"{name} must be a {', '.join(_FLOATS[:-1])} or {_FLOATS[-1]} array, got {array.dtype}")
     return array
@@ -245,7 +260,7 @@ def _validate_offset(causal: bool, causal_offset: int | None, window: Window | N
         return 0
     if isinstance(causal_offset, bool) or not isinstance(causal_offset, int | np.integer):
         raise InvalidTypeError(f"causal_offset must be an integer, got {causal_offset!r}")
-    return int(causal_offset)
+    return max(-_FAR, min(int(causal_offset), _FAR))
 
 
 def _validate_window(window: Window | None) -> Window:
@@ -256,7 +271,8 @@ def _validate_window(window: Window | None) -> Window:
     for side in window:
         if side is not None and (isinstance(side, bool) or not isinstance(side, int | np.integer) or side < 0):
             raise InvalidValueError(f"window must hold whole numbers ≥ 0 or None, got {window!r}")
-    return (window[0], window[1])
+    left, right = (None if side is None else min(int(side), _FAR) for side in window)
+    return (left, right)
 
 
 def _validate_softcap(softcap: float | None) -> float | None:
@@ -272,7 +288,7 @@ def _validate_softcap(softcap: float | None) -> float | None:
 def _validate_mask(mask: npt.ArrayLike | None, shape: tuple[int, ...], heads: int) -> Array | None:
     if mask is None:
         return None
-    array = np.asarray(mask)
+    array = _as_array("mask", mask)
     if array.dtype != np.bool_ and array.dtype.name not in _FLOATS:
         raise InvalidTypeError(f"mask must be boolean (True: may attend) or additive float, got {array.dtype}")
     if len(shape) == 2:
@@ -286,14 +302,14 @@ def _validate_mask(mask: npt.ArrayLike | None, shape: tuple[int, ...], heads: in
 def _validate_sinks(sinks: npt.ArrayLike | None, heads: int, groups: int) -> Array | None:
     if sinks is None:
         return None
-    array = np.asarray(sinks)
+    array = _as_array("sinks", sinks)
     if array.dtype.name not in _FLOATS:
         raise InvalidTypeError(f"sinks must be floating, one logit per query head, got {array.dtype}")
     if array.shape != (heads,):
         raise InvalidValueError(f"sinks must have shape [H] = ({heads},), got {array.shape}")
     wide = array.astype(np.float64)
     if not np.isfinite(wide).all():
-        raise InvalidValueError("sinks must be finite")
+        raise InvalidValueError(f"sinks must be finite, got {sinks!r}")
     return wide.reshape(groups, -1) if groups else wide.reshape(0, 1)
 
 
@@ -309,18 +325,15 @@ def _validate_scale(scale: ScaleLike, call: Call, rows: tuple[int, ...]) -> tupl
         what = f"the factor of policy {policy}"
     else:
         policy, given, what = Sqrt(), scale, "scale"
-    try:
-        array = np.asarray(given)
-        array = array.astype(np.float64) if array.dtype.name in _FLOATS or array.dtype.kind in "iu" else None
-    except (TypeError, ValueError):
-        array = None
-    if array is None or isinstance(given, bool):
+    array = _as_array(what, given)
+    if array.dtype.name not in _FLOATS and array.dtype.kind not in "iu":
         raise InvalidTypeError(f"{what} must be a number, an array, a policy or its name, got {given!r}")
+    array = array.astype(np.float64)
     if not np.isfinite(array).all():
         raise InvalidValueError(f"{what} must be finite, got {given!r}")
-    if what == "scale" and array.ndim == 1 and len(rows) > 1:
+    if array.ndim == 1 and len(rows) > 1 and (what == "scale" or isinstance(policy, Temperature)):
         raise InvalidValueError(
-            f"scale must broadcast to [..., H, L] = {rows}; a one-dimensional array {array.shape} would mean rows: "
+            f"{what} must broadcast to [..., H, L] = {rows}; a one-dimensional array {array.shape} would mean rows: "
             "use scale[:, None] for one number per head, scale[None, :] for one per query"
         )
     try:

@@ -23,7 +23,7 @@ def spec_hash(spec: Mapping[str, Any]) -> str:
     >>> spec_hash({"a": 1, "b": 2}) == spec_hash({"b": 2, "a": 1})
     True
     """
-    canonical = json.dumps(spec, sort_keys=True, separators=(",", ":"), default=str)
+    canonical = json.dumps(spec, sort_keys=True, separators=(",", ":"), default=_without_numpy)
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 
@@ -79,6 +79,11 @@ class Record:
             "curves": _plain(self.curves),
             "reading": list(self.reading),
         }
+
+
+def _without_numpy(value: Any) -> Any:
+    # NumPy's scalars equal Python's and must hash alike.
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def _plain(value: Any) -> Any:

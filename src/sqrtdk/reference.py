@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sqrtdk.errors import InvalidValueError
+from sqrtdk.errors import InvalidTypeError, InvalidValueError
 from sqrtdk.statistics import AttentionStatistics
 
 Array = npt.NDArray[Any]
@@ -29,7 +29,8 @@ def softmax(x: npt.ArrayLike, axis: int = -1) -> Array:
     x = np.asarray(x)
     x = x.astype(np.result_type(x.dtype, np.float32), copy=False)
     largest = x.max(axis=axis, keepdims=True, initial=-np.inf)
-    with np.errstate(invalid="ignore", under="ignore"):
+    # Two finite numbers may lie further apart than the dtype reaches; their difference −inf gives the right weight, 0.
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         e = np.exp(x - np.where(largest == -np.inf, 0.0, largest).astype(x.dtype))
         total = e.sum(axis=axis, keepdims=True)
         return np.asarray(e / np.where(total == 0.0, 1.0, total).astype(x.dtype))
@@ -50,7 +51,11 @@ def scaled_dot_product_attention(
         scale: multiplies QKᵀ; None is 1/√dₖ.
 
     Returns:
-        `(output, weights)`: `[..., L, V]` and `[..., L, S]`; rows of weights sum to 1 (0 if they see nothing).
+        `(output, weights)`: `[..., L, V]` and `[..., L, S]`; rows of weights sum to 1 (0 if they see nothing). Computed
+        in float64, returned in the common dtype of Q, K and V (float64 for integers). What is masked has no influence.
+
+    Raises:
+        InvalidValueError, InvalidTypeError: shapes that do not fit, a mask that is not boolean, a scale not finite.
 
     >>> import numpy as np
     >>> output, weights = scaled_dot_product_attention(np.eye(2), np.eye(2), np.eye(2))
@@ -63,12 +68,28 @@ def scaled_dot_product_attention(
             "Q, K, V must have shapes [..., L, D], [..., S, D], [..., S, V] with the same D and S, "
             f"got {Q.shape}, {K.shape}, {V.shape}"
         )
-    factor = 1.0 / math.sqrt(Q.shape[-1]) if scale is None else scale
-    scores = Q @ np.swapaxes(K, -1, -2) * factor
-    if mask is not None:
-        scores = np.where(np.asarray(mask, dtype=bool), scores, -np.inf)
-    weights = softmax(scores)
-    return weights @ V, weights
+    dtype = np.result_type(Q, K, V)
+    dtype = np.dtype(np.float64) if dtype.kind in "biu" else dtype
+    Q, K, V = Q.astype(np.float64), K.astype(np.float64), V.astype(np.float64)
+    factor = 1.0 / math.sqrt(max(Q.shape[-1], 1)) if scale is None else scale
+    if not np.isfinite(factor):
+        raise InvalidValueError(f"scale must be finite, got {scale}")
+    with np.errstate(all="ignore"):
+        scores = Q @ np.swapaxes(K, -1, -2) * factor
+        visible = _textbook_mask(mask, scores.shape)
+        weights = softmax(np.where(visible, scores, -np.inf))
+        return _weigh(weights, V, visible).astype(dtype), weights.astype(dtype)
+
+
+def _textbook_mask(mask: npt.ArrayLike | None, shape: tuple[int, ...]) -> Array:
+    visible = np.asarray(True if mask is None else mask)
+    if visible.dtype != np.bool_:
+        # An additive mask taken as truth values would show exactly the keys it hides.
+        raise InvalidTypeError(f"mask must be boolean (True: may attend), got {visible.dtype}")
+    try:
+        return np.broadcast_to(visible, shape)
+    except ValueError:
+        raise InvalidValueError(f"mask must broadcast to [..., L, S] = {shape}, got {visible.shape}") from None
 
 
 @dataclass(frozen=True)
@@ -116,16 +137,18 @@ def _compute_softmax(rows: Rows) -> _Softmax:
         logits = logits + rows.bias
     logits = np.where(rows.visible, logits, -np.inf)
     largest = logits.max(axis=-1, keepdims=True, initial=-np.inf)
-    exponentials = np.exp(logits - np.where(largest == -np.inf, 0.0, largest))
+    # Seeing nothing gives zeros; seeing only logits of −inf (an infinite key) is 0/0 and must not look like it.
+    origin = np.where(rows.visible.any(axis=-1, keepdims=True), largest, 0.0)
+    exponentials = np.exp(logits - origin)
     total = exponentials.sum(axis=-1, keepdims=True)
-    with_sink = total if rows.sink is None else total + np.exp(rows.sink - np.where(largest == -np.inf, 0.0, largest))
+    with_sink = total if rows.sink is None else total + np.exp(rows.sink - origin)
     weights = exponentials / np.where(with_sink == 0.0, 1.0, with_sink)
     return _Softmax(products, scores, squashed, logits, largest, exponentials, total, weights)
 
 
 def _weigh(weights: Array, values: Array, visible: Array) -> Array:
     """weights @ values in which a value that a row does not see has no influence on it, even if it is NaN."""
-    finite = np.isfinite(values).all(axis=-1)
+    finite = np.asarray(np.isfinite(values).all(axis=-1))
     if finite.all():
         return np.asarray(weights @ values)
     # 0·NaN is NaN: non-finite values are left out of the product and added to the rows that see them.
@@ -172,6 +195,7 @@ def _describe(rows: Rows, soft: _Softmax) -> AttentionStatistics:
         top = scores.max(axis=-1, keepdims=True, initial=-np.inf)
         score_max, score_variance = top[..., 0], _mean_and_variance(scores, visible, top)[1]
     logsumexp = np.where(some, largest + np.log1p(rest), -np.inf)
+    entropy = np.log1p(rest) + (tail * below).sum(axis=-1) / total
     poison = largest * 0.0 if keys else 0.0  # NaN where a visible logit is NaN or the largest is infinite
     poison = np.where(some, poison, 0.0)
     return AttentionStatistics(
@@ -179,7 +203,8 @@ def _describe(rows: Rows, soft: _Softmax) -> AttentionStatistics:
         max_key=np.where(some, max_key, -1).astype(np.int64),
         max_logit=largest,
         logsumexp=logsumexp,
-        entropy=np.where(some, np.log1p(rest) + (tail * below).sum(axis=-1) / total, 0.0) + poison,
+        # Rounding may lift a uniform row an ulp above the largest entropy there is.
+        entropy=np.where(some, np.minimum(entropy, np.log(np.maximum(count, 1))), 0.0) + poison,
         tail_weight=np.where(some, rest / total, 0.0) + poison,
         tail_p2=np.where(some, (tail * tail).sum(axis=-1) / total**2, 0.0) + poison,
         tail_p3=np.where(some, (tail * tail * tail).sum(axis=-1) / total**3, 0.0) + poison,

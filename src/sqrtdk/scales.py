@@ -58,7 +58,12 @@ class Policy:
         return q, k
 
     def pull_back(self, q: Array, k: Array, grad_q: Array, grad_k: Array) -> tuple[Array, Array]:
-        """Gradients at the prepared q and k, carried back to the q and k that were given."""
+        """Gradients at the prepared q and k, carried back to the q and k that were given.
+
+        A policy that defines `prepare` must define this too; without it its gradients would be silently wrong.
+        """
+        if type(self).prepare is not Policy.prepare:
+            raise InvalidTypeError(f"{type(self).__name__} defines prepare and must define pull_back to have gradients")
         return grad_q, grad_k
 
     def __str__(self) -> str:
@@ -133,8 +138,10 @@ def resolve(scale: str | Policy | None) -> Policy:
     raise InvalidTypeError(f"scale must be a policy, a policy's name or None here, got {type(scale).__name__}")
 
 
-def _require_positive(name: str, value: float) -> None:
-    if isinstance(value, str) or not np.all(np.isfinite(value)) or not np.all(np.asarray(value) > 0):
+def _require_positive(name: str, value: Factor) -> None:
+    if np.asarray(value).dtype.kind not in "iuf":
+        raise InvalidTypeError(f"{name} must be a number, got {value!r}")
+    if not np.all(np.isfinite(value)) or not np.all(np.asarray(value) > 0):
         raise InvalidValueError(f"{name} must be positive and finite, got {value!r}")
 
 
@@ -209,7 +216,7 @@ class Temperature(Policy):
     source = "Hinton et al. 2015, eq. 1, with √dₖ as the unit"
 
     def __post_init__(self) -> None:
-        _require_positive("relative", self.relative)  # type: ignore[arg-type]
+        _require_positive("relative", self.relative)
 
     def factor(self, context: ScaleContext) -> Factor:
         return 1.0 / (self.relative * math.sqrt(context.d_k))
@@ -240,7 +247,7 @@ class LogN(Policy):
     """s·(ln n)^power/√dₖ with n the visible keys: sharper as the context grows, so that entropy does not.
 
     `power=0.5` keeps the saturation index of Gaussian logits constant in n. A row that sees one key or none
-    gets the factor 0; its weights do not depend on it.
+    gets the factor 0; without sinks its weights do not depend on it.
     """
 
     s: float = 1.0
@@ -295,36 +302,32 @@ class Llama4(Policy):
         _require_positive("beta", self.beta)
 
     def factor(self, context: ScaleContext) -> Factor:
-        steps = np.floor((np.asarray(context.positions, dtype=np.float64) + 1.0) / self.floor)
+        # A query before the first key (a negative position) is as early as can be.
+        steps = np.floor(np.maximum(np.asarray(context.positions, dtype=np.float64) + 1.0, 0.0) / self.floor)
         return np.asarray((1.0 + self.beta * np.log1p(steps)) / math.sqrt(context.d_k))
-
-
-def _root_mean_square(x: Any, epsilon: float) -> Any:
-    return ((x * x).mean(axis=-1, keepdims=True) + epsilon) ** 0.5
-
-
-def _length(x: Any, epsilon: float) -> Any:
-    return ((x * x).sum(axis=-1, keepdims=True) + epsilon) ** 0.5
 
 
 @dataclass(frozen=True)
 class _Normalised(Policy):
-    """q and k each divided by a size of their own before the product."""
+    """q and k each divided by a size of their own before the product: the root of Σx² (length) or of its mean."""
 
-    size: ClassVar[Callable[[Any, float], Any]]
+    of_mean: ClassVar[bool] = False
     epsilon: ClassVar[float] = 1e-12
 
     def prepare(self, q: Any, k: Any) -> tuple[Any, Any]:
-        size = type(self).size
-        return q / size(q, self.epsilon), k / size(k, self.epsilon)
+        return q / self._size(q), k / self._size(k)
+
+    def _size(self, x: Any) -> Any:
+        square = (x * x).sum(axis=-1, keepdims=True)
+        return (square / x.shape[-1] + self.epsilon if self.of_mean else square + self.epsilon) ** 0.5
 
     def pull_back(self, q: Array, k: Array, grad_q: Array, grad_k: Array) -> tuple[Array, Array]:
         return self._pull_back_one(q, grad_q), self._pull_back_one(k, grad_k)
 
     def _pull_back_one(self, x: Array, grad: Array) -> Array:
         # y = x/r(x) with r² = w·Σx² + ε, so ∂r/∂x = w·x/r; w is 1 for the length and 1/D for the mean square.
-        r = type(self).size(x, self.epsilon)
-        weight = 1.0 if type(self).size is _length else 1.0 / max(x.shape[-1], 1)
+        r = self._size(x)
+        weight = 1.0 / x.shape[-1] if self.of_mean else 1.0
         along = (grad * x).sum(axis=-1, keepdims=True)
         carried = grad / r - x * (weight * along / r**3)
         # A vector without influence has no gradient, even where it is NaN or infinite itself.
@@ -340,7 +343,6 @@ class Cosine(_Normalised):
     name = "cosine"
     formula = "exp(min(s, ln 100))·cos(q, k)"
     source = "Liu et al. 2022 (Swin Transformer V2), eq. 2 and model code"
-    size = staticmethod(_length)
 
     def factor(self, context: ScaleContext) -> Factor:
         return math.exp(min(self.log_scale, math.log(100.0)))
@@ -353,9 +355,9 @@ class QKNorm(_Normalised):
 
     gain: float = 1.0
     name = "qk_norm"
-    formula = "g/√dₖ·rms(q)·rms(k)"
+    formula = "g/√dₖ·(q/rms(q))·(k/rms(k))"
     source = "Henry et al. 2020 (Query-Key Normalization); Dehghani et al. 2023 (ViT-22B); Qwen3 (RMS norm)"
-    size = staticmethod(_root_mean_square)
+    of_mean = True
 
     def __post_init__(self) -> None:
         _require_positive("gain", self.gain)

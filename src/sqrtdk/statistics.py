@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from sqrtdk.errors import InvalidTypeError, InvalidValueError
+from sqrtdk.errors import InvalidTypeError, InvalidValueError, unknown_name
 from sqrtdk.theory import saturation_index
 
 Array = npt.NDArray[Any]
@@ -20,7 +21,7 @@ class AttentionStatistics:
 
     A row is one query of one head; its p are the softmax weights over its visible keys alone (sinks left out, their
     share is `sink_weight`). A row that sees nothing has entropy and weights 0, `max_key` −1, maxima and logsumexp −inf,
-    mean and variances NaN; summaries count such rows and leave them out.
+    mean and variances NaN; summaries count such rows and leave them out of all but `visible_keys`.
 
     The largest weight is kept apart: `tail_weight`, `tail_p2`, `tail_p3` are Σp, Σp², Σp³ over all keys but the
     largest. So 1 − Σp² and the Jacobian's norm keep their relative accuracy when the row is one-hot but for 1e-20,
@@ -49,13 +50,19 @@ class AttentionStatistics:
 
     @property
     def max_weight(self) -> Array:
-        """The largest weight; 0 where nothing is visible."""
-        return np.where(self.visible_keys > 0, 1.0 - self.tail_weight, 0.0)
+        """The largest weight, from 1/n to 1; 0 where nothing is visible."""
+        return np.where(self.visible_keys > 0, np.maximum(1.0 - self.tail_weight, self._uniform_weight), 0.0)
+
+    @property
+    def _uniform_weight(self) -> Array:
+        # 1/n, the bound that rounding could pass by an ulp on uniform rows.
+        return 1.0 / np.maximum(self.visible_keys, 1)
 
     @property
     def sum_p2(self) -> Array:
         """Σp², from 1/n (uniform) to 1 (one-hot); 0 where nothing is visible."""
-        return self.max_weight**2 + self.tail_p2
+        visible = self.visible_keys > 0
+        return np.where(visible, np.maximum(self.max_weight**2 + self.tail_p2, self._uniform_weight), 0.0)
 
     @property
     def sum_p3(self) -> Array:
@@ -66,7 +73,7 @@ class AttentionStatistics:
     def effective_keys(self) -> Array:
         """1/Σp²: how many equal weights would be as concentrated; 0 where nothing is visible."""
         visible = self.visible_keys > 0
-        return np.where(visible, 1.0 / np.where(visible, self.sum_p2, 1.0), 0.0)
+        return np.where(visible, np.minimum(1.0 / np.where(visible, self.sum_p2, 1.0), self.visible_keys), 0.0)
 
     @property
     def entropy_ratio(self) -> Array:
@@ -83,7 +90,8 @@ class AttentionStatistics:
     def jacobian_trace(self) -> Array:
         """1 − Σp², the trace of the softmax Jacobian: 0 for one-hot rows; 0 where nothing is visible."""
         # 1 − (1−t)² = t(2−t): no cancellation for a small tail t.
-        return np.where(self.visible_keys > 0, self.tail_weight * (2.0 - self.tail_weight) - self.tail_p2, 0.0)
+        trace = self.tail_weight * (2.0 - self.tail_weight) - self.tail_p2
+        return np.where(self.visible_keys > 0, np.minimum(trace, 1.0 - self._uniform_weight), 0.0)
 
     @property
     def jacobian_norm(self) -> Array:
@@ -91,7 +99,7 @@ class AttentionStatistics:
         # With the largest weight a = 1 − t apart: a²t² + Σ'p²(1 + 2a²) − 2Σ'p³ + (Σ'p²)², every part ≥ 0.
         a2 = self.max_weight**2
         square = a2 * self.tail_weight**2 + self.tail_p2 * (1.0 + 2.0 * a2) - 2.0 * self.tail_p3 + self.tail_p2**2
-        return np.sqrt(np.maximum(square, 0.0))
+        return np.asarray(np.sqrt(np.maximum(square, 0.0)))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -128,7 +136,8 @@ BIN_EDGES = np.concatenate([-_DECADES[::-1], _DECADES])
 class Moments:
     """Count, mean, sum of squared deviations, least, largest and histogram of one statistic, one entry per head `[H]`.
 
-    Rows whose value is NaN or infinite are not in it; `left_out` counts them.
+    Rows whose value is NaN or infinite are not in it; `left_out` counts them. Without rows the mean is NaN, the least
+    +inf and the largest −inf.
     """
 
     count: Array
@@ -146,7 +155,7 @@ class Moments:
         count = finite.sum(axis=1)
         some = np.maximum(count, 1)
         kept = np.where(finite, values_HN, 0.0).astype(np.float64)
-        mean = kept.sum(axis=1) / some
+        mean = np.where(count > 0, kept.sum(axis=1) / some, np.nan)
         deviation = np.where(finite, kept - mean[:, None], 0.0)
         bins = np.searchsorted(BIN_EDGES, kept, side="right")
         histogram = (
@@ -170,11 +179,13 @@ class Moments:
         """The moments of both sets of rows together (Chan, Golub, LeVeque 1979)."""
         count = self.count + other.count
         some = np.maximum(count, 1)
-        apart = other.mean - self.mean
+        own_mean = np.where(self.count > 0, self.mean, 0.0)
+        other_mean = np.where(other.count > 0, other.mean, 0.0)
+        apart = other_mean - own_mean
         return Moments(
             count=count,
             left_out=self.left_out + other.left_out,
-            mean=(self.count * self.mean + other.count * other.mean) / some,
+            mean=np.where(count > 0, (self.count * own_mean + other.count * other_mean) / some, np.nan),
             m2=self.m2 + other.m2 + apart * apart * (self.count * (other.count / some)),
             least=np.minimum(self.least, other.least),
             largest=np.maximum(self.largest, other.largest),
@@ -187,15 +198,17 @@ class Moments:
         return np.where(self.count > 0, self.m2 / np.maximum(self.count, 1), np.nan)
 
     def quantile(self, probability: float) -> Array:
-        """A quantile per head from the histogram, to 3% of the value (1e-3 near zero); NaN without rows."""
+        """A quantile per head from the histogram, to 3% of a value up to 1e9 (1e-3 near zero); NaN without rows."""
         if not 0.0 <= probability <= 1.0:
             raise InvalidValueError(f"probability must lie in [0, 1], got {probability}")
         upper = np.append(BIN_EDGES, np.inf)
         lower = np.insert(BIN_EDGES, 0, -np.inf)
         cumulative = self.histogram.cumsum(axis=1)
         found = (cumulative >= np.maximum(np.ceil(probability * self.count), 1)[:, None]).argmax(axis=1)
-        middle = 0.5 * (np.maximum(lower[found], self.least) + np.minimum(upper[found], self.largest))
-        return np.where(self.count > 0, middle, np.nan)
+        some = self.count > 0
+        low = np.where(some, np.maximum(lower[found], self.least), np.nan)
+        high = np.where(some, np.minimum(upper[found], self.largest), np.nan)
+        return np.asarray(low + 0.5 * (high - low))
 
 
 @dataclass(frozen=True)
@@ -220,11 +233,16 @@ class HeadSummary:
         if not isinstance(statistics, AttentionStatistics):
             raise InvalidTypeError(f"statistics must be AttentionStatistics, got {type(statistics).__name__}")
         heads = statistics.shape[-2] if len(statistics.shape) > 1 else 1
+        queries = statistics.shape[-1]
+        batch = math.prod(statistics.shape[:-2])
+        nothing = statistics.visible_keys == 0
         moments = {}
         for name in SUMMARISED:
             values = np.asarray(getattr(statistics, name))
-            by_head = np.moveaxis(values.reshape(-1, heads, statistics.shape[-1]), 1, 0)
-            moments[name] = Moments.of(by_head.reshape(heads, by_head.shape[1] * by_head.shape[2]))
+            if name != "visible_keys":
+                values = np.where(nothing, np.nan, values)
+            by_head = np.moveaxis(values.reshape(batch, heads, queries), 1, 0)
+            moments[name] = Moments.of(by_head.reshape(heads, batch * queries))
         return HeadSummary(moments)
 
     def merge(self, other: HeadSummary) -> HeadSummary:
@@ -239,4 +257,6 @@ class HeadSummary:
         return len(self.moments["entropy"].count)
 
     def __getitem__(self, name: str) -> Moments:
+        if name not in self.moments:
+            raise unknown_name("row statistic", name, list(self.moments))
         return self.moments[name]

@@ -113,7 +113,7 @@ def softmax_jacobian(p: npt.ArrayLike) -> Array:
     [[0.25, -0.25], [-0.25, 0.25]]
     """
     p = np.asarray(p, dtype=np.float64)
-    return p[..., :, None] * (np.eye(p.shape[-1]) - p[..., None, :])
+    return np.asarray(p[..., :, None] * (np.eye(p.shape[-1]) - p[..., None, :]))
 
 
 class JacobianSize(NamedTuple):
@@ -218,7 +218,7 @@ def expected_softmax(sigma: float, n: int) -> ExpectedSoftmax:
     u = np.linspace(-reach - log_n - 40.0, reach + 8.0, 1201 + 60 * math.ceil(sigma))
     g = np.linspace(-10.0, 10.0, 801 + 80 * math.ceil(sigma))
     density = np.exp(-0.5 * g * g) * (g[1] - g[0]) / math.sqrt(2.0 * math.pi)
-    with np.errstate(over="ignore", divide="ignore", under="ignore"):
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore", under="ignore"):
         phi_below_one = np.empty_like(u)
         second = np.empty_like(u)
         for index, shift in enumerate(u):

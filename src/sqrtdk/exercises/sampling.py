@@ -75,9 +75,7 @@ class SampledRows:
         return estimate_mean(getattr(self, quantity).mean(axis=1))
 
 
-def sample_rows(
-    scales: Sequence[float], *, d_k: int, n: int, draws: int, queries: int, seed: int
-) -> list[SampledRows]:
+def sample_rows(scales: Sequence[float], *, d_k: int, n: int, draws: int, queries: int, seed: int) -> list[SampledRows]:
     """Measure rows of Gaussian attention under several scales, on the same draws so that differences are paired.
 
     q, k, v (dᵥ = dₖ) and the gradient of the loss at the output have independent standard normal entries.

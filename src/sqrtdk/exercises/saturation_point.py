@@ -134,7 +134,8 @@ def _read(found: list[dict[str, Any]], zeros: int, share: float, largest: float)
     shown = ", ".join(["x"] + ["0"] * zeros) if zeros <= 5 else f"x and {zeros} zeros"
     where = "within" if main["x"] <= largest else "beyond"
     return [
-        f"softmax([{shown}]) saturates at x = {main['x']:.3f}, {where} the sweep: there the trace 1 − Σp² is {100 * share:g} % "
+        f"softmax([{shown}]) saturates at x = {main['x']:.3f}, {where} the sweep: there the trace 1 − Σp² is "
+        f"{100 * share:g} % "
         f"of its value at x = 0 and the largest weight is {main['first_weight']:.4f}.",
         f"Why this definition: {_WHY}.",
         f"The other definitions with the same share put the point between {min(others):.2f} and {max(others):.2f}; "

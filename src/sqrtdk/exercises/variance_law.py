@@ -97,7 +97,7 @@ def _draw_dot_products(d_k: int, samples: int, seed: int) -> Array:
 def _density(values: Array) -> dict[str, list[float]]:
     # Half a percent in each tail is left out of the picture, not out of the numbers.
     low, high = np.quantile(values, [0.005, 0.995])
-    counts, edges = np.histogram(values, bins=61, range=(float(low), float(high)))
+    counts, edges = np.histogram(values, bins=41, range=(float(low), float(high)))
     density = counts / (values.size * np.diff(edges))
     return {"x": ((edges[1:] + edges[:-1]) / 2).tolist(), "density": density.tolist()}
 
@@ -114,6 +114,7 @@ def _read(rows: Sequence[dict[str, Any]]) -> list[str]:
     after_inverse = [row["measured"] for row in rows if row["scale"] == "inverse"]
     sentences.append(
         f"Divided by √dₖ they have {min(after_sqrt):.3f} to {max(after_sqrt):.3f} at every size; divided by dₖ they "
-        f"have {after_inverse[0]:.3g} at dₖ = {unscaled[0]['d_k']} and {after_inverse[-1]:.3g} at dₖ = {unscaled[-1]['d_k']}."
+        f"have {after_inverse[0]:.3g} at dₖ = {unscaled[0]['d_k']} and {after_inverse[-1]:.3g} at dₖ = "
+        f"{unscaled[-1]['d_k']}."
     )
     return sentences

@@ -104,16 +104,18 @@ class Band:
 
 @dataclass(frozen=True)
 class Heatmap:
-    """A matrix as colours, first row on top; the colour range is fixed by the definition, not by the renderer."""
+    """A matrix as colours, first row on top, with a text in each cell if given; its colour range is part of it."""
 
     z: tuple[Numbers, ...]
     low: float
     high: float
     colours: ColourScale = "sequential"
-    show_values: bool = False
+    text: tuple[tuple[str, ...], ...] | None = None
     colour_bar: bool = True
 
     def __post_init__(self) -> None:
+        if self.text is not None:
+            _require_equal_lengths("Heatmap", z=self.z, text=self.text)
         if len({len(row) for row in self.z}) > 1:
             raise InvalidValueError(f"Heatmap must have rows of one length, got {[len(row) for row in self.z]}")
 
@@ -146,6 +148,7 @@ class ReferenceLine:
     value: float
     label: str = ""
     direction: Literal["horizontal", "vertical"] = "horizontal"
+    label_at: Literal["start", "end"] = "end"
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from sqrtdk.report.figure import (
 _INK, _GRID = "#2b2f36", "#dfe3e8"
 _DASHES: dict[str, Any] = {"solid": "-", "dash": (0, (5, 2.5)), "dot": (0, (1.2, 2))}
 _MARKERS = {"circle": "o", "diamond": "D", "cross": "X", "square": "s"}
-_NOTE_OFFSETS = {"right": (6, 0), "left": (-6, 0), "above": (0, 6), "below": (0, -6)}
+_NOTE_OFFSETS = {"right": (8, 0), "left": (-8, 0), "above": (0, 8), "below": (0, -8)}
 _NOTE_ALIGNMENTS = {
     "right": ("left", "center"),
     "left": ("right", "center"),
@@ -41,6 +41,7 @@ def draw(figure: Figure) -> Any:
     """
     try:
         from matplotlib.figure import Figure as Canvas
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
     except ImportError:
         raise missing_extra("matplotlib", "report") from None
     columns = min(figure.columns, len(figure.panels))
@@ -48,10 +49,9 @@ def draw(figure: Figure) -> Any:
     panel_width = 10.4 / columns if columns > 1 else 8.0
     canvas = Canvas(
         figsize=(panel_width * columns, rows * figure.panel_height / 88 + 0.9),
-        layout="constrained",
+        layout=ConstrainedLayoutEngine(w_pad=0.10, h_pad=0.10),
         facecolor="white",
     )
-    canvas.get_layout_engine().set(w_pad=0.10, h_pad=0.10)
     canvas.suptitle(figure.title, fontsize=13, fontweight="bold", color=_INK, x=0.01, ha="left")
     grid = canvas.subplots(rows, columns, squeeze=False).ravel()
     for axes, panel in zip(grid, figure.panels, strict=False):
@@ -128,9 +128,7 @@ def _draw_series(canvas: Any, axes: Any, series: Series) -> None:
         case Bars():
             axes.bar(series.x, series.y, width=series.width, color=series.colour)
         case Band():
-            axes.fill_between(
-                series.x, series.low, series.high, color=series.colour, alpha=series.opacity, linewidth=0
-            )
+            axes.fill_between(series.x, series.low, series.high, color=series.colour, alpha=series.opacity, linewidth=0)
         case Heatmap():
             _draw_heatmap(canvas, axes, series)
 
@@ -173,44 +171,28 @@ def _draw_heatmap(canvas: Any, axes: Any, series: Heatmap) -> None:
         bar = canvas.colorbar(image, ax=axes, fraction=0.05, pad=0.02)
         bar.outline.set_visible(False)
         bar.ax.tick_params(labelsize=8, colors=_INK, length=0)
-    if series.show_values:
-        for i, row in enumerate(series.z):
-            for j, value in enumerate(row):
-                red, green, blue, _ = colours((value - series.low) / (series.high - series.low))
-                dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.55
-                axes.text(
-                    j,
-                    i,
-                    f"{value:.3f}",
-                    ha="center",
-                    va="center",
-                    fontsize=8,
-                    color="white" if dark else "#1b1e23",
-                )
+    for i, texts in enumerate(series.text or ()):
+        for j, text in enumerate(texts):
+            red, green, blue, _ = colours((series.z[i][j] - series.low) / (series.high - series.low))
+            dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.55
+            ink = "white" if dark else "#1b1e23"
+            axes.text(j, i, text, ha="center", va="center", fontsize=8, color=ink)
 
 
 def _draw_reference_line(axes: Any, line: ReferenceLine) -> None:
     style = {"color": "#7b8390", "linewidth": 1.0, "linestyle": (0, (3, 3)), "zorder": 1.5}
+    start = line.label_at == "start"
+    words: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8, "color": "#5b626d"}
     if line.direction == "horizontal":
         axes.axhline(line.value, **style)
-        place, anchor, alignment = (0.99, line.value), axes.get_yaxis_transform(), ("right", "bottom")
-        offset = (0, 2)
+        place, words["xycoords"] = (0.01 if start else 0.99, line.value), axes.get_yaxis_transform()
+        words |= {"xytext": (0, 2), "ha": "left" if start else "right", "va": "bottom"}
     else:
         axes.axvline(line.value, **style)
-        place, anchor, alignment = (line.value, 0.98), axes.get_xaxis_transform(), ("left", "top")
-        offset = (3, 0)
+        place, words["xycoords"] = (line.value, 0.02 if start else 0.98), axes.get_xaxis_transform()
+        words |= {"xytext": (3, 0), "ha": "left", "va": "bottom" if start else "top"}
     if line.label:
-        axes.annotate(
-            line.label,
-            place,
-            xycoords=anchor,
-            xytext=offset,
-            textcoords="offset points",
-            ha=alignment[0],
-            va=alignment[1],
-            fontsize=8,
-            color="#5b626d",
-        )
+        axes.annotate(line.label, place, **words)
 
 
 def _draw_note(axes: Any, note: Note) -> None:
@@ -259,9 +241,7 @@ def _draw_legend(canvas: Any, figure: Figure) -> None:
                 )
             case Bars() | Band():
                 handles.append(
-                    Patch(
-                        color=series.colour, label=label, alpha=getattr(series, "opacity", 1.0), linewidth=0
-                    )
+                    Patch(color=series.colour, label=label, alpha=getattr(series, "opacity", 1.0), linewidth=0)
                 )
     if handles:
         canvas.legend(

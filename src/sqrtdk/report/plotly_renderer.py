@@ -1,4 +1,4 @@
-"""Draws a figure with Plotly: one chart per panel, laid out and titled by HTML so that narrow screens can stack them."""
+"""Draws a figure with Plotly: one chart per panel, laid out by HTML so that narrow screens can stack them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ from sqrtdk.report.figure import (
 
 # Mid-tones that stand on white and on near black; the page's style sheet refines the text per colour scheme.
 _INK, _GRID = "#7b8390", "rgba(128,136,148,0.22)"
+_FONT = "system-ui, -apple-system, Segoe UI, Roboto, Helvetica Neue, Arial, sans-serif"
 _SYMBOLS = {"circle": "circle", "diamond": "diamond", "cross": "x", "square": "square"}
 _NOTE_ANCHORS: dict[str, dict[str, Any]] = {
-    "right": {"xanchor": "left", "yanchor": "middle", "xshift": 7},
-    "left": {"xanchor": "right", "yanchor": "middle", "xshift": -7},
-    "above": {"xanchor": "center", "yanchor": "bottom", "yshift": 6},
-    "below": {"xanchor": "center", "yanchor": "top", "yshift": -6},
+    "right": {"xanchor": "left", "yanchor": "middle", "xshift": 8},
+    "left": {"xanchor": "right", "yanchor": "middle", "xshift": -8},
+    "above": {"xanchor": "center", "yanchor": "bottom", "yshift": 7},
+    "below": {"xanchor": "center", "yanchor": "top", "yshift": -7},
 }
 
 
@@ -53,15 +54,16 @@ def draw(figure: Figure) -> list[Any]:
 def render_fragment(figure: Figure, name: str) -> str:
     """Render a figure as an HTML fragment: title, legend, panels with their data, caption.
 
-    The fragment needs `page.css` and `page.js` around it and Plotly's script before it; `name` must be unique on the page.
+    The fragment needs `page.css`, `page.js` and Plotly's script on its page; `name` must be unique there.
     """
     panels = []
     for index, (panel, chart) in enumerate(zip(figure.panels, draw(figure), strict=True)):
         # In JSON "<" occurs inside strings only, so it can be spelled in a way that cannot end the script element.
         data = chart.to_json().replace("<", "\\u003c")
         target = escape(f"{name}-{index}")
+        heading = f"<h4>{escape(panel.title)}</h4>" if panel.title else ""
         panels.append(
-            f'<div class="panel"><h4>{escape(panel.title)}</h4>'
+            f'<div class="panel">{heading}'
             f'<div class="plot" id="{target}" style="height:{figure.panel_height}px"></div>'
             f'<script type="application/json" class="plot-data" data-for="{target}">{data}</script></div>'
         )
@@ -165,8 +167,8 @@ def _heatmap_trace(series: Heatmap) -> dict[str, Any]:
         "colorbar": {"thickness": 9, "outlinewidth": 0, "xpad": 4, "tickfont": {"size": 10}},
         "hovertemplate": "row %{y}, column %{x}: %{z:.4g}<extra></extra>",
     }
-    if series.show_values:
-        trace |= {"texttemplate": "%{z:.3f}", "textfont": {"size": 11}}
+    if series.text is not None:
+        trace |= {"text": series.text, "texttemplate": "%{text}", "textfont": {"size": 11}}
     return trace
 
 
@@ -187,7 +189,7 @@ def _layout(panel: Panel, height: int) -> dict[str, Any]:
         "margin": {"l": 48, "r": 10, "t": 8, "b": 40},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
-        "font": {"color": _INK, "size": 11, "family": "inherit"},
+        "font": {"color": _INK, "size": 11, "family": _FONT},
         "hoverlabel": {"font": {"size": 12}},
         "showlegend": False,
         "bargap": 0.2,
@@ -207,13 +209,17 @@ def _axis(axis: Axis, heatmap: bool, *, upside_down: bool) -> dict[str, Any]:
         "gridcolor": _GRID,
         "showgrid": not heatmap,
         "zeroline": False,
-        "ticks": "",
+        "ticks": "outside",
+        "ticklen": 4,
+        # Invisible: they only keep the labels of the two axes apart in the corner.
+        "tickcolor": "rgba(0,0,0,0)",
         "exponentformat": "power",
         "visible": not axis.hidden,
     }
     if axis.log and axis.ticks is None:
         # Powers of ten only: in between Plotly writes lone digits 2 and 5 that nobody can read as 20 or 500.
         layout |= {"dtick": 1} if axis.low is None or axis.high is None or axis.high / axis.low < 1e6 else {}
+        layout["tickfont"] = {"size": 9}  # Plotly enlarges powers by a quarter
     if axis.low is not None and axis.high is not None:
         ends = [_coordinate(axis.low, axis), _coordinate(axis.high, axis)]
         layout["range"] = ends
@@ -242,22 +248,12 @@ def _reference_shape(line: ReferenceLine) -> dict[str, Any]:
 
 def _reference_label(line: ReferenceLine, panel: Panel) -> dict[str, Any]:
     label: dict[str, Any] = {"text": escape(line.label), "showarrow": False, "font": {"size": 10.5}}
+    start = line.label_at == "start"
     if line.direction == "horizontal":
-        return label | {
-            "xref": "paper",
-            "x": 1,
-            "y": _coordinate(line.value, panel.y),
-            "xanchor": "right",
-            "yanchor": "bottom",
-        }
-    return label | {
-        "yref": "paper",
-        "y": 1,
-        "x": _coordinate(line.value, panel.x),
-        "xanchor": "left",
-        "yanchor": "top",
-        "align": "left",
-    }
+        side = {"x": 0 if start else 1, "xanchor": "left" if start else "right", "yanchor": "bottom"}
+        return label | side | {"xref": "paper", "y": _coordinate(line.value, panel.y)}
+    side = {"y": 0 if start else 1, "yanchor": "bottom" if start else "top", "xanchor": "left"}
+    return label | side | {"yref": "paper", "x": _coordinate(line.value, panel.x)}
 
 
 def _note(note: Note, panel: Panel) -> dict[str, Any]:

@@ -1,0 +1,6 @@
+"""`python -m sqrtdk` is the command `sqrtdk`."""
+
+from sqrtdk.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""The claims of the four texts as executable checks; each calls the layer that owns its subject."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+
+# Importing a module enters its claims; the order is the order of the texts.
+from sqrtdk.claims import gradients, learning, operation, saturation, scaling, variance  # noqa: F401
+from sqrtdk.claims.claim import CLAIMS, Claim, Effort, Finding
+from sqrtdk.claims.learning import run_learning_ablation, run_trained_swap
+from sqrtdk.errors import unknown_name
+from sqrtdk.records import Record
+
+__all__ = ["Claim", "Effort", "Finding", "check_claims", "list_claims", "run_learning_ablation", "run_trained_swap"]
+
+_GROUPS = ("op", "var", "soft", "grad", "scale")
+
+
+def list_claims() -> list[Claim]:
+    """Every claim, grouped as in the texts: operation, variance, softmax, gradients, policies.
+
+    >>> [claim.id for claim in list_claims()][:3]
+    ['op.formula', 'op.stable', 'op.always']
+    """
+    return sorted(CLAIMS, key=lambda claim: _GROUPS.index(claim.id.split(".")[0]))
+
+
+def check_claims(
+    ids: Sequence[str] | None = None,
+    effort: Effort | None = None,
+    *,
+    on_claim: Callable[[Claim, int, int], None] | None = None,
+) -> Record:
+    """Compute every claim (or the named ones; a group such as ``soft`` names all of its) and give each a verdict.
+
+    Args:
+        ids: claims or groups to check; None is all of them.
+        effort: seed, training runs and where to keep them; None is the default `Effort`.
+        on_claim: called before each check with the claim, its index and how many there are.
+
+    Returns:
+        A record of kind ``"claims"`` with one table of the same name.
+
+    >>> check_claims(["soft.peak"]).tables["claims"][0]["verdict"]
+    'wrong'
+    """
+    effort = Effort() if effort is None else effort
+    chosen = _choose(ids)
+    rows = []
+    for index, claim in enumerate(chosen):
+        if on_claim is not None:
+            on_claim(claim, index, len(chosen))
+        found = asdict(claim.check(effort))
+        rows.append({"id": claim.id, "source": claim.source, "claimed": claim.claimed, **found})
+    counts = {verdict: sum(row["verdict"] == verdict for row in rows) for verdict in ("holds", "wrong", "depends")}
+    wrong = ", ".join(row["id"] for row in rows if row["verdict"] == "wrong")
+    depends = ", ".join(row["id"] for row in rows if row["verdict"] == "depends")
+    reading = [
+        f"Of {len(rows)} claims {counts['holds']} hold, {counts['wrong']} are wrong and {counts['depends']} depend on "
+        "conditions that the texts leave out.",
+        *([f"Wrong: {wrong}."] if wrong else []),
+        *([f"Depends: {depends}."] if depends else []),
+    ]
+    spec = {"ids": [claim.id for claim in chosen], "seed": effort.seed, "seeds": effort.seeds, "steps": effort.steps}
+    return Record(kind="claims", spec=spec, tables={"claims": rows}, reading=reading)
+
+
+def _choose(ids: Sequence[str] | None) -> list[Claim]:
+    every = list_claims()
+    if ids is None:
+        return every
+    known = [claim.id for claim in every]
+    for name in ids:
+        if name not in known and name not in _GROUPS:
+            raise unknown_name("claim", name, [*known, *_GROUPS])
+    return [claim for claim in every if claim.id in ids or claim.id.split(".")[0] in ids]

@@ -1,0 +1,122 @@
+"""What a claim is, what checking it yields, and the list of all claims in the order of the texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from sqrtdk.exercises.sampling import Estimate, estimate_mean
+
+Verdict = Literal["holds", "wrong", "depends"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a computation says about a claim.
+
+    Args:
+        computed: the computed value in words, beside the claimed one.
+        verdict: `holds`, `wrong`, or `depends` (true under conditions that `why` names).
+        why: one sentence.
+        numbers: the values behind it, for scripts.
+    """
+
+    computed: str
+    verdict: Verdict
+    why: str
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much work a check may do and where training runs are kept.
+
+    Args:
+        seed: seeds every random draw.
+        seeds: training runs per setting.
+        steps: training steps per run.
+        store: file of finished training runs; None forgets them.
+        workers: processes for training; None is one per core.
+        progress: called with the lab's progress while training.
+    """
+
+    seed: int = 0
+    seeds: int = 8
+    steps: int = 600
+    store: Path | None = None
+    workers: int | None = None
+    progress: Callable[[Any], None] | None = None
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One sentence of the texts in our words, and the computation that decides it."""
+
+    id: str
+    source: str
+    claimed: str
+    check: Callable[[Effort], Finding]
+    trains: bool = False
+
+
+CLAIMS: list[Claim] = []
+
+
+def claim(
+    id: str, source: str, claimed: str, *, trains: bool = False
+) -> Callable[[Callable[[Effort], Finding]], Callable[[Effort], Finding]]:
+    """Enter the decorated check into the list of claims; `trains` marks the ones that train models with torch."""
+
+    def enter(check: Callable[[Effort], Finding]) -> Callable[[Effort], Finding]:
+        CLAIMS.append(Claim(id, source, claimed, check, trains))
+        return check
+
+    return enter
+
+
+def agree(claimed: npt.ArrayLike, computed: npt.ArrayLike, *, decimals: int) -> bool:
+    """Whether computed values, rounded as the text rounds, are the claimed ones.
+
+    >>> agree([0.971, 0.018], [0.97121, 0.01779], decimals=3)
+    True
+    """
+    apart = np.abs(np.asarray(claimed, dtype=np.float64) - np.asarray(computed, dtype=np.float64))
+    return bool(np.all(apart <= 0.5 * 10.0**-decimals * (1 + 1e-9)))
+
+
+def estimate_variance(draws: npt.ArrayLike) -> Estimate:
+    """The variance of independent draws with its 95% interval, which comes from their fourth moment.
+
+    >>> estimate_variance([-1.0, 1.0] * 50).value.__round__(2)
+    1.01
+    """
+    x = np.asarray(draws, dtype=np.float64).reshape(-1)
+    return estimate_mean((x - x.mean()) ** 2 * (x.size / (x.size - 1)))
+
+
+def covers(estimate: Estimate, value: float) -> bool:
+    """Whether a value lies within twice the 95% interval, so that one check in ten thousand errs by chance."""
+    return abs(estimate.value - value) <= estimate.high - estimate.low
+
+
+def state(estimate: Estimate, *, n: int, seed: int) -> str:
+    """Print an estimate with what its interval is, how many draws it rests on and their seed.
+
+    >>> state(Estimate(1.0, 0.9, 1.1), n=100, seed=0)
+    '1 [0.9, 1.1] (95%, n=100, seed 0)'
+    """
+    return f"{estimate.value:.4g} [{estimate.low:.4g}, {estimate.high:.4g}] (95%, n={n}, seed {seed})"
+
+
+def row(values: npt.ArrayLike, decimals: int = 3) -> str:
+    """Print a few numbers as the texts do.
+
+    >>> row([0.5, 0.25])
+    '[0.500, 0.250]'
+    """
+    return "[" + ", ".join(f"{x:.{decimals}f}" for x in np.asarray(values, dtype=np.float64)) + "]"

@@ -1,0 +1,112 @@
+"""Claims that only training can decide: whether models learn without the scale, and whether trained ones need it."""
+
+from __future__ import annotations
+
+from sqrtdk.claims.claim import Effort, Finding, Verdict, claim
+from sqrtdk.lab import AblationSpec, ablate, swap_scale
+from sqrtdk.records import Record
+
+LEARNING_RATES = (3e-4, 1e-3, 3e-3)
+
+
+def run_learning_ablation(effort: Effort) -> Record:
+    """Train none, √dₖ and dₖ at three learning rates each, beside the control with the scale inside the weights."""
+    spec = AblationSpec(
+        scales=("none", "sqrt", "inverse"),
+        seeds=effort.seeds,
+        steps=effort.steps,
+        lrs=LEARNING_RATES,
+        also=(("none", "absorbed"),),
+    )
+    return ablate(spec, store=effort.store, workers=effort.workers, progress=effort.progress)
+
+
+def run_trained_swap(effort: Effort) -> Record:
+    """Train with √dₖ, then take the scale away; beside training without it from a random start."""
+    return swap_scale(
+        seeds=effort.seeds,
+        start_steps=effort.steps,
+        steps=effort.steps,
+        store=effort.store,
+        workers=effort.workers,
+        progress=effort.progress,
+    )
+
+
+def _loss(value: float | None) -> str:
+    return "∞" if value is None else f"{value:.2g}"
+
+
+@claim(
+    "soft.trained",
+    "S3",
+    "at random initialisation scaling is critical, in a trained model less so",
+    trains=True,
+)
+def _trained(effort: Effort) -> Finding:
+    stages = {stage["stage"]: stage for stage in run_trained_swap(effort).tables["summary"]}
+    trained, swapped, continued, scratch = (stages[name] for name in ("trained", "swapped", "continued", "scratch"))
+    starts_fail = (scratch["solved_fraction"] or 0.0) < 0.5
+    stays = (swapped["solved_fraction"] or 0.0) >= 0.5
+    recovers = (continued["solved_fraction"] or 0.0) >= 0.5
+    verdict: Verdict = "wrong"
+    if starts_fail and (recovers or stays):
+        verdict = "holds" if recovers and stays else "depends"
+    lost = (swapped["loss_median"] or 0.0) > (trained["loss_median"] or 0.0)
+    return Finding(
+        f"recall, held-out loss (median of {trained['n']} seeds): trained with √dₖ {_loss(trained['loss_median'])}, "
+        f"scale then removed {_loss(swapped['loss_median'])}, trained on without {_loss(continued['loss_median'])}; without "
+        f"from the start {_loss(scratch['loss_median'])} (chance 2.8)",
+        verdict,
+        f"From a random start without scale {scratch['solved_fraction']:.0%} of the runs solve the task; "
+        f"a trained model that loses its scale still solves it in {swapped['solved_fraction']:.0%}"
+        + (", with a higher loss" if lost else "")
+        + f", and after training on in {continued['solved_fraction']:.0%}.",
+        {name: {key: stage[key] for key in ("loss_median", "solved_fraction", "n")} for name, stage in stages.items()},
+    )
+
+
+@claim("grad.learning", "all", "without scaling, learning slows or fails", trains=True)
+def _learning(effort: Effort) -> Finding:
+    record = run_learning_ablation(effort)
+    best = {(row["scale"], row["init"]): row for row in record.tables["best"]}
+    none, sqrt, inverse = (best[name, "unit"] for name in ("none", "sqrt", "inverse"))
+    absorbed = best["none", "absorbed"]
+    paired = next(
+        row
+        for row in record.tables["comparisons"]
+        if (row["basis"], row["scale"], row["init"]) == ("best_lr", "none", "unit")
+    )
+    fails = none["solved_fraction"] < sqrt["solved_fraction"] and paired["higher"] > paired["lower"]
+    control_learns = absorbed["solved_fraction"] > none["solved_fraction"]
+    listed = ", ".join(
+        f"{name} {_loss(row['final_loss_median'])} ({row['solved_fraction']:.0%} solved)"
+        for name, row in (
+            ("none", none),
+            ("√dₖ", sqrt),
+            ("dₖ", inverse),
+            ("none with the scale inside the weights", absorbed),
+        )
+    )
+    return Finding(
+        f"recall at dₖ 64, each at its own best of {len(LEARNING_RATES)} learning rates, median loss of "
+        f"{sqrt['n']} seeds: {listed}; none above √dₖ in {paired['higher']} of {paired['n']} pairs "
+        f"(Wilcoxon p = {paired['wilcoxon_p']:.2g})",
+        ("depends" if control_learns else "holds") if fails else "wrong",
+        _explain_learning(fails, control_learns),
+        {
+            f"{scale},{init}": {key: row[key] for key in ("lr", "final_loss_median", "solved_fraction", "n")}
+            for (scale, init), row in best.items()
+        },
+    )
+
+
+def _explain_learning(fails: bool, control_learns: bool) -> str:
+    if not fails:
+        return "Runs without scale learn as well as scaled ones here."
+    if not control_learns:
+        return "Neither another learning rate nor smaller weights at the start rescue it."
+    return (
+        "Unscaled runs from unit-variance q and k fail at every learning rate tried, but the same model without a scale "
+        "learns when its weights start smaller: it is the size of the logits at the start that matters, not the division."
+    )

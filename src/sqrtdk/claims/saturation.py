@@ -1,0 +1,243 @@
+"""Claims about the softmax: worked numbers, saturation, and what dividing by dₖ does."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from sqrtdk import attention, scaled_dot_product_attention, softmax, theory
+from sqrtdk.claims.claim import Effort, Finding, agree, claim, row
+
+Array = npt.NDArray[np.float64]
+
+
+def _worked(claimed: list[float], scores: list[float], *, decimals: int = 3) -> tuple[Array, bool]:
+    computed = softmax(np.asarray(scores, dtype=np.float64))
+    return computed, agree(claimed, computed, decimals=decimals)
+
+
+@claim("soft.exp", "S0", "e^1 2.718, e^5 148.4, e^10 22 026, e^20 485 165 195, e^50 5 184 705 528 587 072 045")
+def _exp(effort: Effort) -> Finding:
+    claimed = {1: 2.718, 5: 148.4, 10: 22_026.0, 20: 485_165_195.0, 50: 5_184_705_528_587_072_045.0}
+    ratio = {x: math.exp(x) / value for x, value in claimed.items()}
+    off = {x: r for x, r in ratio.items() if abs(r - 1) > 1e-3}
+    return Finding(
+        ", ".join(f"e^{x} = {math.exp(x):.7g}" for x in claimed),
+        "wrong" if off else "holds",
+        " ".join(f"e^{x} is {r:.4g} times the number given." for x, r in off.items())
+        + f" {len(claimed) - len(off)} of the {len(claimed)} are right.",
+        {"ratio": ratio},
+    )
+
+
+@claim("soft.50", "S0", "softmax[50, 10, 5] ≈ [1.0, 0.0, 0.0]")
+def _fifty(effort: Effort) -> Finding:
+    computed, fits = _worked([1.0, 0.0, 0.0], [50, 10, 5], decimals=1)
+    return Finding(
+        f"[1 − {computed[1:].sum():.1e}, {computed[1]:.1e}, {computed[2]:.1e}]",
+        "holds" if fits else "wrong",
+        "A lead of 40 leaves e^−40 to the next.",
+        {"weights": computed.tolist()},
+    )
+
+
+@claim("soft.5", "S0", "softmax[5, 1, 0.5] = [0.971, 0.018, 0.011], sum of exponentials 152.780")
+def _five_small(effort: Effort) -> Finding:
+    computed, fits = _worked([0.971, 0.018, 0.011], [5, 1, 0.5])
+    total = float(np.exp([5, 1, 0.5]).sum())
+    return Finding(
+        f"{row(computed)}, sum {total:.3f}",
+        "holds" if fits and agree(152.780, total, decimals=3) else "wrong",
+        "Computed digit by digit.",
+        {"weights": computed.tolist(), "sum": total},
+    )
+
+
+@claim("soft.dk4", "S0", "dₖ = 4, q = [1,0,1,0], k = [0,1,1,1]: dot 1, scaled 0.5")
+def _dk4(effort: Effort) -> Finding:
+    q, k = np.array([[1.0, 0, 1, 0]]), np.array([[0.0, 1, 1, 1]])
+    statistics = attention(q, k, k).statistics
+    unscaled = attention(q, k, k, scale="none").statistics
+    assert statistics is not None
+    assert unscaled is not None
+    dot, scaled = float(unscaled.max_logit[0]), float(statistics.max_logit[0])
+    return Finding(
+        f"dot {dot:g}, scaled {scaled:g}",
+        "holds" if (dot, scaled) == (1.0, 0.5) else "wrong",
+        "The only key's logit, read off the row statistics.",
+        {"dot": dot, "scaled": scaled},
+    )
+
+
+@claim(
+    "soft.dk64",
+    "S0",
+    "scores [14,10,12]: [0.867, 0.016, 0.117] (sum 1 387 386); over 8: [0.419, 0.254, 0.326] (sum 13.727)",
+)
+def _dk64(effort: Effort) -> Finding:
+    scores = np.array([14.0, 10.0, 12.0])
+    raw, raw_fits = _worked([0.867, 0.016, 0.117], [14, 10, 12])
+    scaled, scaled_fits = _worked([0.419, 0.254, 0.326], [14 / 8, 10 / 8, 12 / 8])
+    sums = float(np.exp(scores).sum()), float(np.exp(scores / 8).sum())
+    sums_fit = agree(1_387_386, sums[0], decimals=0) and agree(13.727, sums[1], decimals=3)
+    return Finding(
+        f"{row(raw)} (sum {sums[0]:,.0f}); over 8: {row(scaled)} (sum {sums[1]:.3f})",
+        "holds" if raw_fits and scaled_fits and sums_fit else "wrong",
+        "Computed digit by digit.",
+        {"unscaled": raw.tolist(), "scaled": scaled.tolist(), "sums": sums},
+    )
+
+
+@claim("soft.peak", "S3", "scores [8.5, −2.1, 7.9, …] give [0.99, 0.00, 0.01, …]")
+def _peak(effort: Effort) -> Finding:
+    computed, fits = _worked([0.99, 0.00, 0.01], [8.5, -2.1, 7.9], decimals=2)
+    ratio = float(computed[0] / computed[2])
+    with_more = softmax(np.array([8.5, -2.1, 7.9, 3.0, -1.0, 8.0]))
+    constant = math.isclose(ratio, float(with_more[0] / with_more[2]))
+    return Finding(
+        f"alone {row(computed)}; first to third {ratio:.2f} to 1",
+        "holds" if fits or not constant else "wrong",
+        f"The ratio of the first to the third is e^0.6 = {ratio:.2f} whatever follows; 0.99 to 0.01 would be 99.",
+        {"weights": computed.tolist(), "ratio": ratio},
+    )
+
+
+@claim("soft.five", "S3", "scores [9.2, −3.1, 8.8, −5.4, 1.2] give [0.599, 0, 0.401, 0, 0]")
+def _five(effort: Effort) -> Finding:
+    computed, fits = _worked([0.599, 0.0, 0.401, 0.0, 0.0], [9.2, -3.1, 8.8, -5.4, 1.2])
+    return Finding(
+        row(computed),
+        "holds" if fits else "wrong",
+        "Equal at the precision the text prints."
+        if fits
+        else f"Largest difference {np.abs(computed - [0.599, 0, 0.401, 0, 0]).max():.4f}.",
+        {"weights": computed.tolist()},
+    )
+
+
+@claim("soft.five8", "S3", "the same over 8 gives [0.31, 0.07, 0.30, 0.05, 0.12]")
+def _five8(effort: Effort) -> Finding:
+    claimed = [0.31, 0.07, 0.30, 0.05, 0.12]
+    computed, fits = _worked(claimed, [x / 8 for x in (9.2, -3.1, 8.8, -5.4, 1.2)], decimals=2)
+    return Finding(
+        row(computed),
+        "holds" if fits else "wrong",
+        f"The weights given sum to {sum(claimed):.2f}; weights must sum to 1.",
+        {"weights": computed.tolist(), "claimed_sum": sum(claimed)},
+    )
+
+
+def _measure(d_k: int, n: int, scale: float, seed: int) -> dict[str, float]:
+    """Averages over 1024 rows of Gaussian q and k: 8 draws of the keys, 128 queries each."""
+    rng = np.random.default_rng([seed, d_k, n])
+    q, k = rng.standard_normal((8, 1, 128, d_k)), rng.standard_normal((8, 1, n, d_k))
+    statistics = attention(q, k, k[..., :1], scale=scale).statistics
+    assert statistics is not None
+    return {name: float(getattr(statistics, name).mean()) for name in ("entropy_ratio", "sum_p2")}
+
+
+@claim("soft.onehot", "all", "without scaling, large dₖ makes the weights nearly one-hot")
+def _onehot(effort: Effort) -> Finding:
+    table = {(d, n): _measure(d, n, 1.0, effort.seed)["sum_p2"] for n in (16, 1024) for d in (4, 64, 512)}
+    crossover = {n: theory.unscaled_crossover(n) for n in (16, 1024)}
+    grows = all(table[4, n] < table[64, n] < table[512, n] for n in (16, 1024))
+    varies = table[64, 16] - table[64, 1024] > 0.02
+    listed = ", ".join(f"dₖ {d}, n {n}: {value:.3f}" for (d, n), value in table.items())
+    return Finding(
+        f"E Σp²: {listed} (1024 rows each, seed {effort.seed})",
+        "depends" if grows and varies else ("holds" if grows else "wrong"),
+        "It depends on n as well: condensation begins at dₖ = 2 ln n and Σp² ≥ ½ from about 8 ln n, that is "
+        + " and ".join(f"dₖ {c.begins:.0f} and {c.nearly_one_hot:.0f} for n = {n}" for n, c in crossover.items())
+        + ".",
+        {"sum_p2": {f"{d},{n}": value for (d, n), value in table.items()}},
+    )
+
+
+@claim("soft.uniform", "S1", "dividing by dₖ makes the weights nearly uniform, 1/n each, and attention cannot focus")
+def _uniform(effort: Effort) -> Finding:
+    n = 1024
+    at = {d: _measure(d, n, 1.0 / d, effort.seed) for d in (4, 64, 512)}
+    uniform = at[64]["entropy_ratio"] > 0.99 and at[512]["entropy_ratio"] > 0.99
+    rng = np.random.default_rng(effort.seed)
+    q, k = rng.standard_normal((2, 64, 64))
+    _, default = scaled_dot_product_attention(q, k, k)
+    _, grown = scaled_dot_product_attention(8.0 * q, k, k, scale=1 / 64)
+    apart = float(np.abs(default - grown).max())
+    return Finding(
+        f"entropy ratio at n = {n}: "
+        + ", ".join(f"dₖ {d}: {m['entropy_ratio']:.4f}" for d, m in at.items())
+        + f"; with q grown √dₖ times the weights are those of 1/√dₖ (difference {apart:.0e})",
+        ("depends" if apart < 1e-12 else "holds") if uniform else "wrong",
+        "Nearly uniform at initialisation, yes; but what it can express is the same, q only has to grow √dₖ times, "
+        "so whether it fails to focus is a matter of learning.",
+        {"entropy_ratio": {d: m["entropy_ratio"] for d, m in at.items()}, "difference_after_growth": apart},
+    )
+
+
+def _round_to(x: Array, precision: str) -> Array:
+    """Round float64 numbers to a precision, round half to even; bfloat16 by its bits, as NumPy has none."""
+    if precision == "bfloat16":
+        bits = x.astype(np.float32).view(np.uint32).astype(np.int64)
+        kept = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) << 16
+        return kept.astype(np.uint32).view(np.float32).astype(np.float64)
+    return x.astype(precision).astype(np.float64)
+
+
+def _weights_in(precision: str, q: Array, k: Array, scale: float) -> Array:
+    """Attention weights with every intermediate rounded to a precision, products accumulated wide as hardware does."""
+    scores = _round_to(_round_to(q, precision) @ _round_to(k, precision).T, precision)
+    logits = _round_to(scores * scale, precision)
+    e = _round_to(np.exp(_round_to(logits - logits.max(axis=-1, keepdims=True), precision)), precision)
+    return _round_to(e / e.sum(axis=-1, keepdims=True), precision)
+
+
+@claim("soft.unstable", "S1", "dividing by dₖ could be numerically unstable in floating point")
+def _unstable(effort: Effort) -> Finding:
+    rng = np.random.default_rng(effort.seed)
+    worst: dict[str, dict[str, float]] = {}
+    finite = True
+    for precision in ("float32", "bfloat16", "float16"):
+        worst[precision] = {}
+        for name, power in (("none", 0.0), ("sqrt", -0.5), ("inverse", -1.0)):
+            errors = []
+            for d in (64, 4096):
+                q, k = (_round_to(x, precision) for x in rng.standard_normal((2, 64, d)))
+                exact = softmax(q @ k.T * d**power)
+                rounded = _weights_in(precision, q, k, d**power)
+                finite &= bool(np.isfinite(rounded).all())
+                kept = exact > 1e-3 * exact.max(axis=-1, keepdims=True)
+                errors.append(float((np.abs(rounded - exact) / exact)[kept].max()))
+            worst[precision][name] = max(errors)
+    calmer = all(errors["inverse"] <= errors["sqrt"] <= errors["none"] for errors in worst.values())
+    listed = "; ".join(
+        f"{precision}: none {e['none']:.0e}, √dₖ {e['sqrt']:.0e}, dₖ {e['inverse']:.0e}"
+        for precision, e in worst.items()
+    )
+    return Finding(
+        f"largest relative error of weights, dₖ 64 and 4096: {listed}; all finite: {finite}",
+        "wrong" if calmer and finite else "depends",
+        "Smaller logits have smaller absolute rounding errors, so dividing by dₖ is the calmest of the three in every "
+        "precision; it is the unscaled scores that lose digits.",
+        {"relative_error": worst, "finite": finite},
+    )
+
+
+@claim("soft.small", "S0, S3", "at small dₖ scaling matters little, at large dₖ it is critical")
+def _small(effort: Effort) -> Finding:
+    loss = {}
+    for n in (16, 1024):
+        for d in (1, 4, 64, 512):
+            none = theory.expected_softmax(math.sqrt(d), n).entropy_ratio
+            loss[d, n] = theory.expected_softmax(1.0, n).entropy_ratio - none
+    crossover = {n: theory.unscaled_crossover(n) for n in (16, 1024)}
+    fits = all(loss[1, n] < 1e-9 and loss[4, n] < 0.5 * loss[512, n] and loss[512, n] > 0.5 for n in (16, 1024))
+    listed = ", ".join(f"dₖ {d}, n {n}: {value:.2f}" for (d, n), value in loss.items())
+    return Finding(
+        f"entropy ratio lost without scaling: {listed}; crossover dₖ = "
+        + ", ".join(f"{c.begins:.1f} to {c.nearly_one_hot:.0f} (n {n})" for n, c in crossover.items()),
+        "holds" if fits else "wrong",
+        "The crossover is a number: unscaled rows begin to condense at dₖ = 2 ln n and are nearly one-hot at 8 ln n.",
+        {"entropy_ratio_lost": {f"{d},{n}": value for (d, n), value in loss.items()}},
+    )

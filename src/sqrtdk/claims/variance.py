@@ -1,0 +1,195 @@
+"""Claims about the variance of the dot product."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from sqrtdk import theory
+from sqrtdk.claims.claim import Effort, Finding, agree, claim, covers, estimate_variance, state
+from sqrtdk.exercises.sampling import estimate_mean
+
+Array = npt.NDArray[np.float64]
+
+_DISTRIBUTIONS: dict[str, Callable[[np.random.Generator, int | tuple[int, int]], Array]] = {
+    "normal": lambda rng, shape: rng.standard_normal(shape),
+    "uniform": lambda rng, shape: rng.uniform(-math.sqrt(3), math.sqrt(3), shape),
+    "±1": lambda rng, shape: rng.choice([-1.0, 1.0], shape),
+}
+
+
+def _dot_products(rng: np.random.Generator, d_k: int, n: int = 20_000, distribution: str = "normal") -> Array:
+    draw = _DISTRIBUTIONS[distribution]
+    return np.concatenate(
+        [np.einsum("nd,nd->n", draw(rng, (n // 10, d_k)), draw(rng, (n // 10, d_k))) for _ in range(10)]
+    )
+
+
+@claim("var.product", "S0, S3", "independent X, Y with mean 0 and variance 1: Var(XY) = 1")
+def _product(effort: Effort) -> Finding:
+    rng = np.random.default_rng(effort.seed)
+    found = {
+        name: estimate_variance(draw(rng, 1_000_000) * draw(rng, 1_000_000))
+        for name, draw in _DISTRIBUTIONS.items()
+        if name != "±1"  # its product is ±1: variance 1 without any scatter
+    }
+    signs = estimate_variance(rng.choice([-1.0, 1.0], 1_000_000) * rng.choice([-1.0, 1.0], 1_000_000))
+    fits = all(covers(estimate, 1.0) for estimate in found.values()) and abs(signs.value - 1) < 1e-3
+    return Finding(
+        f"normal {state(found['normal'], n=1_000_000, seed=effort.seed)}; "
+        f"uniform {found['uniform'].value:.4f}; ±1 {signs.value:.4f}",
+        "holds" if fits else "wrong",
+        "E[X²Y²] = E[X²]·E[Y²] = 1 and E[XY] = 0 need independence and the moments only, not normality.",
+        {"normal": found["normal"].value, "interval": [found["normal"].low, found["normal"].high]},
+    )
+
+
+@claim("var.dot", "all", "Var(q·k) = dₖ exactly; std = √dₖ (dₖ = 64 → 8; dₖ = 512 → 22.63)")
+def _dot(effort: Effort) -> Finding:
+    rng = np.random.default_rng(effort.seed)
+    found = {d: estimate_variance(_dot_products(rng, d)) for d in (4, 64, 512)}
+    law = {d: theory.dot_product_variance(d) for d in found}
+    fits = all(covers(found[d], law[d]) for d in found)
+    stds = agree([8, 22.63], [math.sqrt(law[64]), math.sqrt(law[512])], decimals=2)
+    correlated = theory.dot_product_variance(64, correlation=1.0)
+    return Finding(
+        f"law: 64 → std {math.sqrt(law[64]):.0f}, 512 → {math.sqrt(law[512]):.2f}; sampled variance at "
+        f"64: {state(found[64], n=20_000, seed=effort.seed)}, "
+        f"at 512: {found[512].value:.1f} [{found[512].low:.1f}, {found[512].high:.1f}]",
+        "holds" if fits and stds else "wrong",
+        f"True for independent q and k of mean 0 and variance 1; fully correlated ones (q = k) would give "
+        f"{correlated:.0f} at dₖ = 64.",
+        {
+            "law": law,
+            "sampled": {d: e.value for d, e in found.items()},
+            "interval": {d: [e.low, e.high] for d, e in found.items()},
+        },
+    )
+
+
+@claim(
+    "var.terms",
+    "S0",
+    "squaring the sum gives dₖ² terms: dₖ average 1, dₖ²−dₖ average 0 (3 → 9 = 3 + 6; 64 → 4096 = 64 + 4032)",
+)
+def _terms(effort: Effort) -> Finding:
+    rng = np.random.default_rng(effort.seed)
+    counted = {}
+    for d in (3, 64):
+        pairs = [(i == j) for i, j in itertools.product(range(d), repeat=2)]
+        counted[d] = (len(pairs), sum(pairs), len(pairs) - sum(pairs))
+    products = rng.standard_normal((100_000, 3)) * rng.standard_normal((100_000, 3))
+    second = products.T @ products / len(products)
+    squares = estimate_mean((products**2).mean(axis=1))
+    crosses = float(np.mean([second[i, j] for i, j in itertools.permutations(range(3), 2)]))
+    as_claimed = counted == {3: (9, 3, 6), 64: (4096, 64, 4032)}
+    as_law = all(tuple(theory.squared_sum_terms(d)) == counted[d] for d in counted)
+    fits = covers(squares, 1.0) and abs(crosses) < 0.02
+    return Finding(
+        f"3 → {counted[3][0]} = {counted[3][1]} + {counted[3][2]}; 64 → {counted[64][0]} = {counted[64][1]} + "
+        f"{counted[64][2]}; squares average {state(squares, n=100_000, seed=effort.seed)}, cross terms {crosses:+.4f}",
+        "holds" if as_claimed and as_law and fits else "wrong",
+        "Counted one by one; the averages are sampled at dₖ = 3.",
+        {"counted": counted, "squares": squares.value, "crosses": crosses},
+    )
+
+
+@claim("var.mean", "S0, S3", "E[q·k] = 0")
+def _mean(effort: Effort) -> Finding:
+    rng = np.random.default_rng(effort.seed)
+    found = {d: estimate_mean(_dot_products(rng, d)) for d in (4, 64, 512)}
+    shifted = theory.dot_product_mean(64, mean_q=0.1, mean_k=0.1)
+    return Finding(
+        f"sampled at dₖ = 64: {state(found[64], n=20_000, seed=effort.seed)}; "
+        f"at 512: {found[512].value:+.3f} [{found[512].low:.3f}, {found[512].high:.3f}]",
+        "holds" if all(covers(estimate, 0.0) for estimate in found.values()) else "wrong",
+        f"It needs a zero mean on at least one side: means of 0.1 on both give {shifted:.2f} at dₖ = 64.",
+        {"sampled": {d: e.value for d, e in found.items()}},
+    )
+
+
+@claim("var.divide", "S0", "Var(x/c) = Var(x)/c²; [2,4,6] has 2.67, [1,2,3] has 0.67 = 2.67/4")
+def _divide(effort: Effort) -> Finding:
+    before, after = float(np.var([2, 4, 6])), float(np.var([1, 2, 3]))
+    x = np.random.default_rng(effort.seed).standard_normal(1000)
+    exact = all(
+        math.isclose(np.var(x / c), theory.divided_variance(float(np.var(x)), c)) for c in (0.5, 2.0, 8.0, -3.0)
+    )
+    fits = agree([2.67, 0.67], [before, after], decimals=2) and math.isclose(after, before / 4) and exact
+    return Finding(
+        f"{before:.4f} and {after:.4f} = {before:.4f}/4",
+        "holds" if fits else "wrong",
+        "Population variances (divided by n); the identity is checked for four divisors on random numbers too.",
+        {"before": before, "after": after},
+    )
+
+
+@claim("var.root", "all", "dividing by √dₖ gives variance 1 at every dₖ; c² = dₖ is the only c that does")
+def _root(effort: Effort) -> Finding:
+    rng = np.random.default_rng(effort.seed)
+    found = {d: estimate_variance(_dot_products(rng, d) / math.sqrt(d)) for d in (1, 4, 64, 512)}
+    # Var/c² falls strictly in c > 0, so there is one solution; find it without knowing the answer.
+    solutions = {}
+    for d in found:
+        low, high = 1e-3, 1e3
+        for _ in range(200):
+            middle = math.sqrt(low * high)
+            low, high = (
+                (middle, high) if theory.divided_variance(theory.dot_product_variance(d), middle) > 1 else (low, middle)
+            )
+        solutions[d] = low
+    fits = all(covers(e, 1.0) for e in found.values()) and all(
+        math.isclose(c * c, d, rel_tol=1e-9) for d, c in solutions.items()
+    )
+    return Finding(
+        f"sampled at dₖ = 512: {state(found[512], n=20_000, seed=effort.seed)}; the divisor found by bisection: "
+        + ", ".join(f"{d} → {c:.4f}" for d, c in solutions.items()),
+        "holds" if fits else "wrong",
+        "Var/c² = 1 has one positive solution, c = √dₖ (and its negative, which turns every score around).",
+        {"sampled": {d: e.value for d, e in found.items()}, "divisor": solutions},
+    )
+
+
+@claim("var.inverse", "S1", "dividing by dₖ gives variance 1/dₖ")
+def _inverse(effort: Effort) -> Finding:
+    rng = np.random.default_rng(effort.seed)
+    found = {d: estimate_variance(_dot_products(rng, d) / d) for d in (4, 64, 512)}
+    fits = all(covers(e, 1 / d) and math.isclose(theory.divided_variance(d, d), 1 / d) for d, e in found.items())
+    return Finding(
+        f"at dₖ = 64: {state(found[64], n=20_000, seed=effort.seed)} against {1 / 64:.5f}; "
+        f"at 512: {found[512].value:.6f} against {1 / 512:.6f}",
+        "holds" if fits else "wrong",
+        "dₖ/dₖ² = 1/dₖ.",
+        {"sampled": {d: e.value for d, e in found.items()}},
+    )
+
+
+@claim("var.init", "S2", "weights are typically initialised with unit variance")
+def _init(effort: Effort) -> Finding:
+    d_model, d_k = 512, 64
+    rng = np.random.default_rng(effort.seed)
+    x = rng.standard_normal((2, 400, d_model))
+    sampled = {}
+    for name in theory.initialisations():
+        law = theory.initial_variance(name, d_model=d_model, d_k=d_k, heads=d_model // d_k)
+        w_q, w_k = rng.standard_normal((2, d_model, d_k)) * math.sqrt(law.weight)
+        bias = rng.standard_normal((2, d_k)) * math.sqrt(max(law.entry - d_model * law.weight, 0.0))
+        scores = (x[0] @ w_q + bias[0]) @ (x[1] @ w_k + bias[1]).T
+        sampled[name] = (law.dot_product, float(scores.var()))
+    as_law = all(0.7 < measured / law < 1.4 for law, measured in sampled.values())
+    unit = [name for name, (law, _) in sampled.items() if math.isclose(law, d_k)]
+    smaller = [name for name, (law, _) in sampled.items() if law < 0.99 * d_k]
+    larger = [name for name, (law, _) in sampled.items() if law > 1.01 * d_k]
+    listed = ", ".join(f"{name} {law:.3g} (sampled {measured:.3g})" for name, (law, measured) in sampled.items())
+    return Finding(
+        f"Var(q·k) at d_model {d_model}, dₖ {d_k}, {d_model // d_k} heads (seed {effort.seed}): {listed}",
+        "depends" if as_law and unit and smaller and larger else "wrong",
+        f"q·k gets the variance dₖ from {', '.join(unit)}; {', '.join(smaller)} start smaller, "
+        f"{', '.join(larger)} larger. "
+        "Entries of unit variance are the default of embeddings, not of projections.",
+        {"law_and_sampled": sampled},
+    )

@@ -1,0 +1,302 @@
+"""The command line: each command a few lines that call the layer below."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sqrtdk import exercises, scales
+from sqrtdk.errors import InvalidValueError, SqrtdkError
+from sqrtdk.records import Record
+
+app = typer.Typer(
+    name="sqrtdk",
+    help="The scale of attention: every claim checked, every exercise a command with a figure.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout instead of tables.")]
+Plot = Annotated[Path | None, typer.Option(help="Also draw the figure into this .png, .svg or .html file.")]
+Seed = Annotated[int, typer.Option(help="Seed of the random numbers.", min=0)]
+Store = Annotated[
+    Path | None,
+    typer.Option(help="SQLite file that keeps finished training runs; started again, only the rest is trained."),
+]
+Workers = Annotated[int | None, typer.Option(help="Training processes; default: one per core.", min=1)]
+
+
+@app.command(epilog="Example: sqrtdk claims soft grad.vanish --markdown")
+def claims(
+    ids: Annotated[list[str] | None, typer.Argument(help="Claims or groups (op, var, soft, grad, scale); none: all.")] = None,
+    seed: Seed = 0,
+    seeds: Annotated[int, typer.Option(help="Training runs per setting for the claims about learning.", min=1)] = 8,
+    steps: Annotated[int, typer.Option(help="Training steps per run.", min=1)] = 600,
+    store: Store = None,
+    workers: Workers = None,
+    json: Json = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
+    plot: Plot = None,
+) -> None:
+    """Check every claim of the four texts by computation: claimed, computed, verdict, why."""
+    from sqrtdk import terminal
+    from sqrtdk.claims import check_claims
+
+    columns = ["id", "source", "claimed", "computed", "verdict", "why"]
+    with _effort(seed, seeds, steps, store, workers) as (effort, bar):
+        record = check_claims(ids, effort, on_claim=lambda claim, i, n: bar.show(f"checking {claim.id}", i / n))
+    if markdown:
+        typer.echo(terminal.markdown_table(record.tables["claims"], columns))
+        _draw(record, plot)
+        return
+    _present(record, {"claims": ["id", "verdict", "claimed", "computed", "why"]}, json, plot)
+
+
+@app.command(epilog="Example: sqrtdk variance --d-k 4,64,512 --plot variance.png")
+def variance(
+    d_k: Annotated[str, typer.Option(help="Sizes, separated by commas.")] = "4,64,512",
+    samples: Annotated[int, typer.Option(help="Pairs (q, k) per size.")] = 20_000,
+    seed: Seed = 0,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """Exercise 1: the standard deviation of unscaled scores at any dₖ, and after dividing by √dₖ and dₖ."""
+    record = exercises.variance(_numbers("--d-k", d_k, int), samples, seed)
+    _present(record, {"variance": None}, json, plot)
+
+
+@app.command(epilog="Example: sqrtdk saturation --largest 10 --plot saturation.svg")
+def saturation(
+    largest: Annotated[float, typer.Option(help="Sweep x from 0 to here.")] = 10.0,
+    zeros: Annotated[int, typer.Option(help="How many zeros stand beside x.")] = 3,
+    share: Annotated[float, typer.Option(help="Saturated: this share of the Jacobian's trace is left.")] = 0.05,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """Exercise 2: softmax([x, 0, 0, 0]) for x from 0 to 10; where does it saturate?"""
+    record = exercises.saturation(largest=largest, zeros=zeros, share=share)
+    _present(record, {"sweep": None, "points": None}, json, plot)
+
+
+@app.command(epilog="Example: sqrtdk ablate --scale none,sqrt,inverse --lr 3e-4,1e-3,3e-3 --store runs.sqlite --plot a.html")
+def ablate(
+    task: Annotated[str, typer.Option(help="recall (associative recall) or text (next character).")] = "recall",
+    scale: Annotated[str, typer.Option(help="Policies, separated by commas: none,sqrt,fixed:10 …")] = "none,sqrt,inverse",
+    d_k: Annotated[str, typer.Option(help="Sizes dₖ, separated by commas.")] = "64",
+    seeds: Annotated[int, typer.Option(help="Seeds per setting.", min=1)] = 8,
+    steps: Annotated[int, typer.Option(help="Training steps per run.", min=1)] = 600,
+    lr: Annotated[str, typer.Option(help="Learning rates; three or more also compare each policy at its best.")] = "1e-3",
+    init: Annotated[str, typer.Option(help="unit, torch, xavier or absorbed, separated by commas.")] = "unit",
+    control: Annotated[
+        bool, typer.Option("--control", help="Add the control: no scale, its factor inside W_q and W_k (absorbed).")
+    ] = False,
+    heads: Annotated[int, typer.Option(help="Attention heads.", min=1)] = 1,
+    layers: Annotated[int, typer.Option(help="Blocks.", min=1)] = 2,
+    d_model: Annotated[int, typer.Option(help="Width.", min=1)] = 64,
+    batch: Annotated[int, typer.Option(help="Sequences per step.", min=1)] = 16,
+    store: Store = None,
+    workers: Workers = None,
+    json: Json = False,
+    curves: Annotated[bool, typer.Option("--curves", help="With --json: the learning curves too.")] = False,
+    plot: Plot = None,
+) -> None:
+    """Exercise 3: train with and without scaling and compare learning, with seeds, controls and paired tests."""
+    from sqrtdk import lab, terminal
+
+    spec = lab.AblationSpec(
+        task=task,
+        scales=_names("--scale", scale),
+        d_ks=_numbers("--d-k", d_k, int),
+        seeds=seeds,
+        steps=steps,
+        lrs=_numbers("--lr", lr, float),
+        inits=_names("--init", init),
+        also=(("none", "absorbed"),) if control else (),
+        heads=heads,
+        layers=layers,
+        d_model=d_model,
+        batch=batch,
+    )
+    _require_drawable(plot)
+    with terminal.progress_bar() as bar:
+        record = lab.ablate(spec, store=store, workers=workers, progress=bar.follow("training"))
+    shown = ["scale", "d_k", "init", "lr", "final_loss_median", "final_loss_iqr", "solved_fraction", "n"]
+    _present(record, {"summary": [*shown[:-1], "steps_to_threshold_median", "n"]}, json, plot, curves=curves)
+
+
+@app.command(epilog="Example: sqrtdk temperature --d-k 64 --n 32 --plot temperature.png")
+def temperature(
+    d_k: Annotated[int, typer.Option(help="Length of queries and keys.")] = 64,
+    n: Annotated[int, typer.Option(help="Keys per query.")] = 32,
+    relative: Annotated[str, typer.Option(help="Temperatures in units of √dₖ.")] = "0.5,1,2",
+    seed: Seed = 0,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """Exercise 4: τ = ½, 1, 2 × √dₖ: patterns side by side, entropy, saturation index, gradients."""
+    record = exercises.temperature(d_k=d_k, n=n, relatives=_numbers("--relative", relative, float), seed=seed)
+    _present(record, {"temperature": None}, json, plot)
+
+
+@app.command(epilog="Example: sqrtdk gradients --d-k 64,512 --n 16,1024 --plot gradients.html")
+def gradients(
+    d_k: Annotated[str, typer.Option(help="Sizes dₖ, separated by commas.")] = "4,64,512",
+    n: Annotated[str, typer.Option(help="Numbers of keys, separated by commas.")] = "16,128,1024",
+    seed: Seed = 0,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """Exercise 5: ∂softmax/∂input for uniform and peaked rows, and how large gradients are over dₖ × n."""
+    record = exercises.gradients(d_ks=_numbers("--d-k", d_k, int), ns=_numbers("--n", n, int), seed=seed)
+    sizes = ["d_k", "n", "scale", "rows", "jacobian_trace_mean", "jacobian_trace_median", "jacobian_trace_p5"]
+    norms = ["jacobian_norm_mean", "grad_q_mean", "grad_q_median", "grad_q_p5", "top_share"]
+    _present(record, {"jacobians": None, "vanish": [*sizes, *norms]}, json, plot)
+
+
+@app.command(epilog="Example: sqrtdk explain --d-k 64 --n 1024")
+def explain(
+    d_k: Annotated[int, typer.Option(help="Length of queries and keys.")] = 64,
+    n: Annotated[int, typer.Option(help="Keys per query.")] = 1024,
+    seed: Seed = 0,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """What no scaling, 1/√dₖ and 1/dₖ do at this size: predicted beside measured."""
+    _present(exercises.explain(d_k=d_k, n=n, seed=seed), {"explain": None}, json, plot)
+
+
+@app.command(name="scales", epilog="Example: sqrtdk scales --json")
+def list_scales(json: Json = False) -> None:
+    """The scaling policies: name, formula, source."""
+    kinds = [scales.policy_type(name) for name in scales.names()]
+    rows = [{"name": kind.name, "formula": kind.formula, "source": kind.source} for kind in kinds]
+    _present(Record(kind="scales", spec={}, tables={"scales": rows}), {"scales": None}, json, None)
+
+
+@app.command(epilog="Example: sqrtdk report --output report.html --store runs.sqlite --seeds 8")
+def report(
+    output: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("sqrtdk-report.html"),
+    seed: Seed = 0,
+    seeds: Annotated[int, typer.Option(help="Training runs per setting.", min=1)] = 3,
+    steps: Annotated[int, typer.Option(help="Training steps per run.", min=1)] = 600,
+    store: Store = None,
+    workers: Workers = None,
+    json: Json = False,
+) -> None:
+    """Claims, exercises and the ablation in one self-contained HTML file, and a summary here."""
+    from sqrtdk import terminal
+    from sqrtdk.claims import check_claims, run_learning_ablation, run_trained_swap
+    from sqrtdk.report import check_writable, write_report
+
+    check_writable(output)
+    with _effort(seed, seeds, steps, store, workers) as (effort, bar):
+        ablation = run_learning_ablation(effort)
+        swap = run_trained_swap(effort)
+        found = check_claims(None, effort, on_claim=lambda claim, i, n: bar.show(f"checking {claim.id}", i / n))
+        bar.show("exercises", 0.9)
+        records = [
+            found,
+            exercises.variance(seed=seed),
+            exercises.saturation(),
+            exercises.temperature(seed=seed),
+            exercises.gradients(seed=seed),
+            exercises.explain(seed=seed),
+            ablation,
+            swap,
+        ]
+    command = f"sqrtdk report --seed {seed} --seeds {seeds} --steps {steps}"
+    written = write_report(records, output, command=command)
+    if json:
+        terminal.print_json(found)
+    else:
+        terminal.print_summary(records, written)
+
+
+@contextmanager
+def _effort(seed: int, seeds: int, steps: int, store: Path | None, workers: int | None) -> Iterator[tuple[Any, Any]]:
+    """An effort with a progress bar; without a store, one that lasts as long as the command."""
+    from sqrtdk.claims import Effort
+    from sqrtdk.terminal import progress_bar
+
+    with tempfile.TemporaryDirectory(prefix="sqrtdk-") as directory, progress_bar() as bar:
+        kept = store if store is not None else Path(directory) / "runs.sqlite"
+        yield Effort(seed, seeds, steps, kept, workers, bar.follow("training")), bar
+
+
+def _present(
+    record: Record, tables: dict[str, Any], json: bool, plot: Path | None, *, curves: bool = True
+) -> None:
+    from sqrtdk import terminal
+
+    _draw(record, plot)
+    if json:
+        terminal.print_json(record, curves=curves)
+    else:
+        terminal.print_record(record, tables)
+
+
+def _draw(record: Record, plot: Path | None) -> None:
+    if plot is not None:
+        from sqrtdk.report import save_figure
+
+        written = save_figure(record, plot)
+        typer.echo(f"figure written to {written}", err=True)
+
+
+def _require_drawable(plot: Path | None) -> None:
+    """Refuse a file that cannot be drawn before hours of work, not after."""
+    if plot is not None:
+        from sqrtdk.report import check_drawable
+
+        check_drawable(plot)
+
+
+def _names(option: str, text: str) -> tuple[str, ...]:
+    parts = tuple(part.strip() for part in text.split(",") if part.strip())
+    if not parts:
+        raise InvalidValueError(f"{option} must name at least one value, got {text!r}")
+    return parts
+
+
+def _numbers(option: str, text: str, kind: type) -> tuple[Any, ...]:
+    try:
+        return tuple(kind(part) for part in _names(option, text))
+    except ValueError:
+        what = "whole numbers" if kind is int else "numbers"
+        raise InvalidValueError(f"{option} must be {what} separated by commas, got {text!r}") from None
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line; wrong input ends with one line on stderr and exit code 2."""
+    try:
+        code = app(args=arguments, standalone_mode=False, prog_name="sqrtdk")
+    except SqrtdkError as error:
+        _fail(str(error), 2)
+    except KeyboardInterrupt:
+        _fail("interrupted; finished runs are in the store if one was given", 130)
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of the pipe has gone: nothing is left to say
+        sys.exit(0)
+    except Exception as error:
+        # Usage errors of the option parser know their own words and exit code; anything else is a bug and shows itself.
+        format_message = getattr(error, "format_message", None)
+        if format_message is None:
+            if type(error).__name__ == "Abort":
+                _fail("interrupted; finished runs are in the store if one was given", 130)
+            raise
+        _fail(" ".join(str(format_message()).split()), int(getattr(error, "exit_code", 2)))
+    else:
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str, code: int) -> None:
+    print(f"sqrtdk: {message}", file=sys.stderr)
+    sys.exit(code)

@@ -1,0 +1,154 @@
+"""Exercise 5: the softmax Jacobian of uniform and peaked rows, and how large gradients are over dₖ and n."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from sqrtdk import scales, theory
+from sqrtdk.exercises.sampling import Z_95, SampledRows, require_count, require_counts, require_sampling, sample_rows
+from sqrtdk.records import Record
+
+POLICIES = ("none", "sqrt", "inverse")
+
+# The two rows of the texts, and one as peaked as unscaled attention at dₖ = 512 usually is.
+_EXAMPLES = {
+    "uniform": (0.25, 0.25, 0.25, 0.25),
+    "mild": (0.3, 0.3, 0.2, 0.2),
+    "peaked": (0.97, 0.01, 0.01, 0.01),
+    "one-hot": (1.0 - 3e-6, 1e-6, 1e-6, 1e-6),
+}
+_QUERIES = 32
+_MOST_DRAWS = 128
+
+
+def gradients(
+    d_ks: Sequence[int] = (4, 64, 512),
+    ns: Sequence[int] = (16, 128, 1024),
+    budget: int = 2**18,
+    seed: int = 0,
+) -> Record:
+    """Show ∂softmax/∂input for uniform to one-hot rows, and measure gradients over dₖ × n for none, √dₖ and dₖ.
+
+    q, k, v (dᵥ = dₖ) and the gradient at the output have independent standard normal entries.
+
+    Args:
+        d_ks: the sizes dₖ.
+        ns: the numbers of keys n.
+        budget: weights to measure per cell: a cell has budget/n rows, from 256 to 4096 (8 to 128 draws of 32 queries).
+        seed: of the random numbers; those of one cell do not depend on the other cells.
+
+    Returns:
+        A record with the tables ``jacobians`` and ``vanish``: mean, median and 5th percentile over rows of 1 − Σp²,
+        ‖J‖_F and ‖∂loss/∂q‖, 95% intervals of the gradient's mean and 5th percentile, and the share of
+        Σ‖∂loss/∂q‖² that the twentieth of the rows with the largest gradients holds (0.05 if all were equal).
+
+    >>> rows = gradients(d_ks=(64,), ns=(16,)).tables["vanish"]
+    >>> [row["scale"] for row in rows]
+    ['none', 'sqrt', 'inverse']
+    """
+    require_counts("d_ks", d_ks, 1)
+    require_counts("ns", ns, 2)
+    require_count("budget", budget, 1)
+    rows = []
+    for d_k in map(int, d_ks):
+        for n in map(int, ns):
+            draws = min(max(budget // (n * _QUERIES), 8), _MOST_DRAWS)
+            require_sampling(d_k=d_k, n=n, draws=draws, queries=_QUERIES, seed=seed)
+            factors = [float(scales.get(name).factor(scales.ScaleContext(d_k=d_k))) for name in POLICIES]
+            sampled = sample_rows(factors, d_k=d_k, n=n, draws=draws, queries=_QUERIES, seed=seed)
+            rows += [
+                {"d_k": d_k, "n": n, "scale": policy, **_summarise(measured)}
+                for policy, measured in zip(POLICIES, sampled, strict=True)
+            ]
+    jacobians = [_describe_example(name, weights) for name, weights in _EXAMPLES.items()]
+    return Record(
+        kind="gradients",
+        spec={"d_ks": list(map(int, d_ks)), "ns": list(map(int, ns)), "budget": budget, "seed": seed},
+        tables={"jacobians": jacobians, "vanish": rows},
+        curves={
+            "jacobians": [
+                {"name": name, "matrix": theory.softmax_jacobian(weights).tolist()}
+                for name, weights in _EXAMPLES.items()
+            ]
+        },
+        reading=_read(jacobians, rows, seed),
+    )
+
+
+def _describe_example(name: str, weights: Sequence[float]) -> dict[str, Any]:
+    size = theory.jacobian_size(weights)
+    jacobian = theory.softmax_jacobian(weights)
+    return {
+        "name": name,
+        "weights": ", ".join(f"{weight:.6g}" for weight in weights),
+        "diagonal": ", ".join(f"{entry:.3g}" for entry in np.diag(jacobian)),
+        "largest_entry": float(np.abs(jacobian).max()),
+        "jacobian_trace": float(size.trace),
+        "jacobian_norm": float(size.frobenius),
+    }
+
+
+def _summarise(measured: SampledRows) -> dict[str, Any]:
+    row: dict[str, Any] = {"rows": measured.grad_q.size}
+    for name in ("jacobian_trace", "jacobian_norm", "grad_q"):
+        values = getattr(measured, name)
+        row |= {
+            f"{name}_mean": float(values.mean()),
+            f"{name}_median": float(np.median(values)),
+            f"{name}_p5": float(np.quantile(values, 0.05)),
+        }
+    mean = measured.mean("grad_q")
+    ordered = np.sort(measured.grad_q.ravel())
+    squares = ordered**2
+    top = max(1, round(squares.size / 20))
+    # The rank of the 5th percentile is binomial: 95% of samples have the true one between these two ranks.
+    rank, spread = 0.05 * ordered.size, Z_95 * math.sqrt(0.05 * 0.95 * ordered.size)
+    return row | {
+        "grad_q_low": mean.low,
+        "grad_q_high": mean.high,
+        "grad_q_p5_low": float(ordered[max(0, math.floor(rank - spread) - 1)]),
+        "grad_q_p5_high": float(ordered[math.ceil(rank + spread)]),
+        "top_share": float(squares[-top:].sum() / squares.sum()),
+    }
+
+
+def _read(jacobians: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]], seed: int) -> list[str]:
+    first, last = jacobians[0], jacobians[-1]
+    cells = {(row["d_k"], row["n"], row["scale"]): row for row in rows}
+    places = list(dict.fromkeys((row["d_k"], row["n"]) for row in rows))
+    trace_falls = [
+        at for at in places if cells[*at, "none"]["jacobian_trace_mean"] < cells[*at, "sqrt"]["jacobian_trace_mean"]
+    ]
+    larger = [at for at in places if cells[*at, "none"]["grad_q_mean"] > cells[*at, "sqrt"]["grad_q_mean"]]
+    lower_half = [at for at in places if cells[*at, "none"]["grad_q_median"] < cells[*at, "sqrt"]["grad_q_median"]]
+    smallest = [at for at in places if min(POLICIES, key=lambda name: cells[*at, name]["grad_q_mean"]) == "inverse"]
+    most_uneven = max(places, key=lambda at: cells[*at, "none"]["top_share"])
+    none, sqrt = cells[*most_uneven, "none"], cells[*most_uneven, "sqrt"]
+    return [
+        f"The Jacobian's trace goes from {first['jacobian_trace']:.3g} ({first['name']}) to "
+        f"{last['jacobian_trace']:.2g} "
+        f"({last['name']}) and its largest entry from {first['largest_entry']:.3g} to {last['largest_entry']:.2g}.",
+        f"Without scaling the mean of 1 − Σp² is below that of 1/√dₖ in {len(trace_falls)} of {len(places)} sizes"
+        f"{', as the texts say' if len(trace_falls) == len(places) else '; the texts say in all'}.",
+        f"The mean gradient of the queries{', however,' if larger else ''} is larger without scaling than with "
+        f"1/√dₖ in {len(larger)} of "
+        f"{len(places)} sizes, its median smaller in {len(lower_half)}{_list_places(lower_half)}; 1/dₖ has the "
+        f"smallest mean in {len(smallest)}.",
+        f"Unscaled gradients are uneven: at dₖ = {most_uneven[0]}, n = {most_uneven[1]} a twentieth of the rows holds "
+        f"{100 * none['top_share']:.0f} % of the squared gradient (with 1/√dₖ {100 * sqrt['top_share']:.0f} %), the "
+        f"median row has "
+        f"{none['grad_q_median']:.2g} against a mean of {none['grad_q_mean']:.2g}, and the 5th percentile is "
+        f"{none['grad_q_p5']:.1g} "
+        f"(95% interval {none['grad_q_p5_low']:.1g} to {none['grad_q_p5_high']:.1g}).",
+        f"{min(row['rows'] for row in rows)} to {max(row['rows'] for row in rows)} rows per cell, seed {seed}; "
+        f"intervals of means are "
+        "95% over independent draws, that of the percentile is by ranks.",
+    ]
+
+
+def _list_places(places: Sequence[tuple[int, int]]) -> str:
+    return f" ({'; '.join(f'dₖ {d_k}, n {n}' for d_k, n in places)})" if places else ""

@@ -1,0 +1,124 @@
+"""The ablation: a grid of runs becomes a record with tables, curves and sentences made from the numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sqrtdk.lab.spec import AblationSpec
+from sqrtdk.lab.store import RunRecord, Store
+from sqrtdk.lab.summary import choose_best, compare, summarise
+from sqrtdk.lab.sweep import ProgressCallback, run_all
+from sqrtdk.lab.tasks import Task, get
+from sqrtdk.records import Record
+
+_CURVE_COLUMNS = ("scale", "seed", "init", "lr", "d_k")
+
+
+def ablate(
+    spec: AblationSpec,
+    *,
+    store: Path | None = None,
+    workers: int | None = None,
+    progress: ProgressCallback | None = None,
+) -> Record:
+    """Train the whole grid, or what the store lacks of it, and say what it shows.
+
+    Args:
+        spec: the grid.
+        store: SQLite file that keeps every finished run, so that a sweep broken off goes on where it was; None keeps
+            nothing.
+        workers: processes, one thread each; None: one per core. With 1 everything runs in this process.
+        progress: called with a `Progress` several times a second.
+
+    Returns:
+        A record of kind ``"ablation"`` with the tables `runs`, `summary`, `best` and `comparisons` and the curves
+        `runs`, one set per run.
+
+    Example:
+        ``ablate(AblationSpec(scales=("none", "sqrt"), seeds=3), workers=1).tables["summary"]``
+    """
+    with Store(store) as opened:
+        records = run_all(spec.runs(), opened, workers=workers, progress=progress)
+    runs = [dict(record.row) for record in records]
+    summary = summarise(runs)
+    best = choose_best(summary)
+    comparisons = compare(runs, best)
+    task = get(spec.task, spec.task_parameters)
+    return Record(
+        kind="ablation",
+        spec=spec.as_dict(),
+        tables={"runs": runs, "summary": summary, "best": best, "comparisons": comparisons},
+        curves={"runs": curves_of(records)},
+        reading=_read(task, best, comparisons),
+    )
+
+
+def curves_of(records: Sequence[RunRecord]) -> list[dict[str, Any]]:
+    """The runs' curves, each with the columns that say whose they are."""
+    return [{**{name: record.row[name] for name in _CURVE_COLUMNS}, **record.curves} for record in records]
+
+
+def _read(task: Task, best: Sequence[Mapping[str, Any]], comparisons: Sequence[Mapping[str, Any]]) -> list[str]:
+    several_rates = any(row["lrs"] > 1 for row in best)
+    basis = "best_lr" if several_rates else "same_lr"
+    sentences = [
+        f"{task.solved_when[0].upper()}{task.solved_when[1:]}.",
+        *(_read_setting(row) for row in best),
+        *(_read_comparison(row) for row in comparisons if row["basis"] == basis),
+        "Brackets hold the lower and upper quartile over the seeds, not a confidence interval; p-values are exact, "
+        "two-sided, paired by seed and not corrected for the number of comparisons.",
+    ]
+    if several_rates:
+        sentences.append(
+            "Each policy is shown at the learning rate with its lowest median loss, chosen on the same seeds."
+        )
+        sentences += [_read_edge(row) for row in best if row["at_edge"]]
+    return sentences
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    return f"{row['scale']} ({row['init']} init, dₖ = {row['d_k']}, lr {row['lr']:g})"
+
+
+def show_loss(loss: float | None) -> str:
+    """A loss as text; None, which stands for a diverged run, as ∞.
+
+    >>> show_loss(0.00612), show_loss(2.6134), show_loss(None)
+    ('0.0061', '2.61', '∞')
+    """
+    if loss is None:
+        return "∞"
+    return f"{loss:.2f}" if abs(loss) >= 0.1 else f"{loss:.2g}"
+
+
+def _read_setting(row: Mapping[str, Any]) -> str:
+    if row["n"] == 0:
+        return f"{_name(row)}: every run failed."
+    low, high = row["final_loss_iqr"]
+    solved = round(row["solved_fraction"] * row["n"])
+    steps = row["steps_to_threshold_median"]
+    pace = "" if steps is None else f", the training loss below the threshold after {steps:.0f} steps (median)"
+    lost = "".join(f"; {row[word]} {word}" for word in ("diverged", "failed") if row[word])
+    return (
+        f"{_name(row)}: median held-out loss {show_loss(row['final_loss_median'])} "
+        f"[{show_loss(low)}, {show_loss(high)}], solved by {solved} of {row['n']} seeds{pace}{lost}."
+    )
+
+
+def _read_comparison(row: Mapping[str, Any]) -> str:
+    other = f"{row['against']} ({row['against_init']} init, lr {row['against_lr']:g})"
+    if row["median_difference"] is None:
+        difference = "the median difference is infinite"
+    else:
+        word = "above" if row["median_difference"] > 0 else "below"
+        difference = f"the loss is {show_loss(abs(row['median_difference']))} {word} (median of the pairs)"
+    return (
+        f"{_name(row)} against {other}: {difference}, higher in {row['higher']} and lower in {row['lower']} "
+        f"of {row['n']} seeds, p = {row['wilcoxon_p']:.2g}."
+    )
+
+
+def _read_edge(row: Mapping[str, Any]) -> str:
+    return f"The best learning rate of {_name(row)} is at the edge of those tried: a better one may lie outside."

@@ -1,0 +1,195 @@
+"""The store of finished runs: one SQLite file in write-ahead mode that survives a kill and serves several sweeps."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from sqrtdk.errors import InvalidValueError
+from sqrtdk.lab.spec import RunSpec
+from sqrtdk.records import versions
+
+STORE_VERSION = 1
+CURVES = (
+    "step",
+    "loss",
+    "accuracy",
+    "grad_q",
+    "grad_k",
+    "entropy_ratio",
+    "saturation_index",
+    "jacobian_trace",
+)
+
+_APPLICATION_ID = 0x73716474  # "sqdt": marks the file as ours
+_BUSY_SECONDS = 60.0
+_CREATE = """
+CREATE TABLE IF NOT EXISTS runs (
+    key TEXT PRIMARY KEY,
+    status TEXT NOT NULL,
+    spec TEXT NOT NULL,
+    row TEXT NOT NULL,
+    curves TEXT NOT NULL,
+    versions TEXT NOT NULL,
+    finished REAL NOT NULL
+)
+"""
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What a run leaves: a flat row for tables, and its curves, lists of equal length by the names in `CURVES`."""
+
+    row: Mapping[str, Any]
+    curves: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+
+def identify_run(spec: RunSpec) -> dict[str, Any]:
+    """The columns that say which run a row is about.
+
+    >>> identify_run(RunSpec(scale="none", seed=3))["seed"]
+    3
+    """
+    columns = spec.as_dict()
+    parameters = columns.pop("task_parameters")
+    if spec.start_scale is None:
+        del columns["start_scale"], columns["start_steps"]
+    first = ("scale", "d_k", "seed", "init", "lr")
+    rest = {name: value for name, value in columns.items() if name not in first}
+    row = {name: columns[name] for name in first} | rest | parameters
+    return {**row, "data_sha256": spec.make_task().data_hash, "spec_hash": spec.key}
+
+
+def record_failure(spec: RunSpec, message: str) -> RunRecord:
+    """The record of a run that broke down: its row carries the message instead of numbers."""
+    outcome = {"final_loss": None, "final_accuracy": None, "solved": False, "steps_to_threshold": None}
+    row = {**identify_run(spec), "status": "failed", **outcome, "message": message}
+    return RunRecord(row=row, curves={name: [] for name in CURVES})
+
+
+class Store:
+    """Finished runs by their spec's hash; each is committed as it is put.
+
+    Args:
+        path: the SQLite file, made if it is not there; None keeps the runs in memory.
+
+    Raises:
+        InvalidValueError: the file is not such a store, or of another version, or its folder does not exist. The file
+            is left as it was.
+
+    >>> with Store(None) as store:
+    ...     store.put(RunSpec(), RunRecord({"status": "done", "final_loss": 0.5}))
+    ...     store.get(RunSpec()).row["final_loss"], store.get(RunSpec(seed=1))
+    (0.5, None)
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        if path is not None:
+            _require_usable(path)
+        try:
+            self._connection = _connect(path)
+        except sqlite3.OperationalError as error:
+            raise InvalidValueError(f"store must be a file that can be written, got {path} ({error})") from None
+
+    def get(self, spec: RunSpec) -> RunRecord | None:
+        """The finished run of this spec; None if there is none or it failed, as a failure deserves another try."""
+        found = self._connection.execute(
+            "SELECT row, curves FROM runs WHERE key = ? AND status != 'failed'", (spec.key,)
+        ).fetchone()
+        return None if found is None else RunRecord(json.loads(found[0]), json.loads(found[1]))
+
+    def put(self, spec: RunSpec, record: RunRecord) -> None:
+        """Keep a run; committed when this returns."""
+        values = (
+            spec.key,
+            record.row["status"],
+            json.dumps(spec.as_dict()),
+            json.dumps(dict(record.row)),
+            json.dumps({name: list(values) for name, values in record.curves.items()}),
+            json.dumps(versions()),
+            time.time(),
+        )
+        self._connection.execute("INSERT OR REPLACE INTO runs VALUES (?, ?, ?, ?, ?, ?, ?)", values)
+
+    def __len__(self) -> int:
+        return int(self._connection.execute("SELECT COUNT(*) FROM runs").fetchone()[0])
+
+    def close(self) -> None:
+        """Close the file."""
+        self._connection.close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _require_usable(path: Path) -> None:
+    if not path.parent.is_dir():
+        raise InvalidValueError(f"store must lie in a folder that exists, got {path}")
+    if path.is_dir():
+        raise InvalidValueError(f"store must be a file, got the folder {path}")
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    try:
+        application, version, tables = _read_identity(path)
+    except sqlite3.DatabaseError as error:
+        raise InvalidValueError(f"store must be a SQLite file made by sqrtdk, got {path} ({error})") from None
+    if application == 0 and tables == 0:
+        return  # A sweep was killed between making the file and making its table.
+    if application != _APPLICATION_ID:
+        raise InvalidValueError(f"store must be a SQLite file made by sqrtdk, got {path}, made by something else")
+    if version != STORE_VERSION:
+        raise InvalidValueError(
+            f"store must have version {STORE_VERSION}, got {path} of version {version}; give another file"
+        )
+
+
+def _read_identity(path: Path) -> tuple[int, int, int]:
+    # Opened for writing though nothing is written: a read-only reader cannot clear its -wal and -shm files away.
+    connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=rw", timeout=_BUSY_SECONDS, uri=True)
+    try:
+        application = connection.execute("PRAGMA application_id").fetchone()[0]
+        version = connection.execute("PRAGMA user_version").fetchone()[0]
+        tables = connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]
+        return int(application), int(version), int(tables)
+    finally:
+        connection.close()
+
+
+def _connect(path: Path | None) -> sqlite3.Connection:
+    connection = sqlite3.connect(path or ":memory:", timeout=_BUSY_SECONDS, isolation_level=None)
+    try:
+        _enter_write_ahead_mode(connection)
+        # The write lock comes first: of two sweeps that begin together one makes the table, the other finds it.
+        connection.execute("BEGIN IMMEDIATE")
+        connection.execute(_CREATE)
+        connection.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
+        connection.execute(f"PRAGMA user_version = {STORE_VERSION}")
+        connection.execute("COMMIT")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _enter_write_ahead_mode(connection: sqlite3.Connection) -> None:
+    deadline = time.monotonic() + _BUSY_SECONDS
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            # SQLite does not wait here by itself when another sweep is changing the mode of the same new file.
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)

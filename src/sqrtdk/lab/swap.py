@@ -1,0 +1,147 @@
+"""The swap: what a change of scale does to a trained model, beside what it does from a random start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from sqrtdk.lab.ablation import curves_of, show_loss
+from sqrtdk.lab.spec import RunSpec, list_seeds
+from sqrtdk.lab.store import RunRecord, Store
+from sqrtdk.lab.summary import quartiles
+from sqrtdk.lab.sweep import ProgressCallback, run_all
+from sqrtdk.lab.tasks import Task
+from sqrtdk.records import Record
+
+_STAGES = ("trained", "swapped", "continued", "scratch")
+_STAGE_WORDS = {
+    "trained": "trained with {start}",
+    "swapped": "the same weights, {scale} in place of {start}",
+    "continued": "trained on with {scale}",
+    "scratch": "trained with {scale} from a random start, for as many steps as after the swap",
+}
+
+
+def swap_scale(
+    run: RunSpec | None = None,
+    *,
+    seeds: int | Sequence[int] = 8,
+    start_scale: str = "sqrt",
+    scale: str = "none",
+    start_steps: int = 600,
+    steps: int = 600,
+    store: Path | None = None,
+    workers: int | None = None,
+    progress: ProgressCallback | None = None,
+) -> Record:
+    """Train with one scale, swap to another, go on; and train with the other from a random start.
+
+    Weights and the optimiser's state stay at the swap. The claim it tests: at a random start the scale is
+    critical, in a trained model less so.
+
+    Args:
+        run: everything else about the runs (task, d_k, learning rate …); None: the defaults of `RunSpec`.
+        seeds: how many seeds (0, 1, …), or the seeds themselves.
+        start_scale: the policy of the first `start_steps` updates.
+        scale: the policy after the swap, and of the runs from a random start.
+        start_steps: updates before the swap.
+        steps: updates after it, and from the random start.
+        store: as in `ablate`.
+        workers: as in `ablate`.
+        progress: as in `ablate`.
+
+    Returns:
+        A record of kind ``"swap"``: the table `swap` has one row per seed with the held-out loss and accuracy of the
+        stages `trained`, `swapped`, `continued` and `scratch`; `summary` one row per stage.
+    """
+    base = RunSpec() if run is None else run
+    chosen = list_seeds(seeds)
+    swapped = [
+        replace(base, scale=scale, seed=seed, steps=steps, start_scale=start_scale, start_steps=start_steps)
+        for seed in chosen
+    ]
+    scratch = [replace(spec, start_scale=None, start_steps=0) for spec in swapped]
+    with Store(store) as opened:
+        records = run_all([*swapped, *scratch], opened, workers=workers, progress=progress)
+    rows = [_row(*pair) for pair in zip(records[: len(chosen)], records[len(chosen) :], strict=True)]
+    task = swapped[0].make_task()
+    words = {stage: text.format(start=start_scale, scale=scale) for stage, text in _STAGE_WORDS.items()}
+    summary = [_summarise_stage(stage, words[stage], rows, task) for stage in _STAGES]
+    asked = {name: value for name, value in swapped[0].as_dict().items() if name != "seed"}
+    return Record(
+        kind="swap",
+        spec={**asked, "seeds": chosen},
+        tables={"swap": rows, "summary": summary},
+        curves={"runs": curves_of(records[: len(chosen)]), "scratch": curves_of(records[len(chosen) :])},
+        reading=_read(task, summary, rows),
+    )
+
+
+def _row(swapped: RunRecord, scratch: RunRecord) -> dict[str, Any]:
+    row = swapped.row
+    return {
+        "seed": row["seed"],
+        "start_scale": row["start_scale"],
+        "scale": row["scale"],
+        "d_k": row["d_k"],
+        "init": row["init"],
+        "lr": row["lr"],
+        "start_steps": row["start_steps"],
+        "steps": row["steps"],
+        "trained_loss": row.get("start_loss"),
+        "trained_accuracy": row.get("start_accuracy"),
+        "swapped_loss": row.get("swapped_loss"),
+        "swapped_accuracy": row.get("swapped_accuracy"),
+        "continued_loss": row["final_loss"],
+        "continued_accuracy": row["final_accuracy"],
+        "continued_steps_to_threshold": row["steps_to_threshold"],
+        "continued_status": row["status"],
+        "scratch_loss": scratch.row["final_loss"],
+        "scratch_accuracy": scratch.row["final_accuracy"],
+        "scratch_steps_to_threshold": scratch.row["steps_to_threshold"],
+        "scratch_status": scratch.row["status"],
+    }
+
+
+def _summarise_stage(stage: str, words: str, rows: Sequence[Mapping[str, Any]], task: Task) -> dict[str, Any]:
+    pairs = [(row[f"{stage}_loss"], row[f"{stage}_accuracy"]) for row in rows]
+    losses = [loss for loss, _ in pairs if loss is not None]
+    spread = quartiles(losses) if losses else None
+    accuracies = [accuracy for _, accuracy in pairs if accuracy is not None]
+    return {
+        "stage": stage,
+        "meaning": words,
+        "loss_median": spread.median if spread else None,
+        "loss_iqr": [spread.lower, spread.upper] if spread else [None, None],
+        "accuracy_median": quartiles(accuracies).median if accuracies else None,
+        "solved_fraction": sum(loss < task.threshold for loss in losses) / len(losses) if losses else None,
+        "n": len(losses),
+        "without_loss": len(rows) - len(losses),
+    }
+
+
+def _read(task: Task, summary: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    sentences = [f"{task.solved_when[0].upper()}{task.solved_when[1:]}."]
+    for row in summary:
+        meaning = f"{row['meaning'][0].upper()}{row['meaning'][1:]}"
+        if row["n"] == 0:
+            sentences.append(f"{meaning}: no run gave a finite loss.")
+            continue
+        low, high = row["loss_iqr"]
+        solved = round(row["solved_fraction"] * row["n"])
+        sentences.append(
+            f"{meaning}: median held-out loss {show_loss(row['loss_median'])} [{show_loss(low)}, {show_loss(high)}], "
+            f"accuracy {row['accuracy_median']:.2f}, solved by {solved} of {row['n']} seeds."
+        )
+    reached = [value for row in rows if (value := row["continued_steps_to_threshold"]) is not None]
+    if reached:
+        sentences.append(
+            f"After the swap the training loss is below the threshold again in {len(reached)} of {len(rows)} seeds, "
+            f"after {quartiles(reached).median:.0f} steps (median; curves have a point every few steps)."
+        )
+    else:
+        sentences.append(f"After the swap the training loss reaches the threshold in none of {len(rows)} seeds.")
+    sentences.append("Brackets hold the lower and upper quartile over the seeds, not a confidence interval.")
+    return sentences

@@ -1,0 +1,151 @@
+"""One run: a spec becomes a trained model, and the model's numbers become a record. Divergence is a result."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from sqrtdk.lab.model import Transformer, describe_attention
+from sqrtdk.lab.spec import RunSpec
+from sqrtdk.lab.store import CURVES, RunRecord, identify_run
+from sqrtdk.lab.tasks import Batch
+
+_DATA_STREAM = 0
+
+
+def train(spec: RunSpec, report: Callable[[int], None] | None = None) -> RunRecord:
+    """Train one model on one thread and judge it on held-out data.
+
+    The curves have a point every `record_every` steps and one at the last step. A step's number is how many updates
+    came before it. Loss and accuracy of a point are means over the training batches since the point before, each
+    batch taken before its update; the other values are of the point's own batch.
+
+    Args:
+        spec: what to train.
+        report: called with the number of updates done, after each.
+
+    Returns:
+        The record; its status is ``"diverged"`` as soon as a loss is not finite.
+    """
+    began = time.perf_counter()
+    with _one_thread():
+        run = _Run(spec, report)
+        outcome = run.execute()
+    row = {**identify_run(spec), **outcome, "seconds": round(time.perf_counter() - began, 3)}
+    return RunRecord(row=row, curves=run.curves)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    # Sums over threads would make the numbers depend on the machine's cores.
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class _Run:
+    def __init__(self, spec: RunSpec, report: Callable[[int], None] | None) -> None:
+        self.spec = spec
+        self.task = spec.make_task()
+        self.held_out = self.task.held_out()
+        self.model = Transformer(spec, self.task)
+        self.optimiser = torch.optim.Adam(self.model.parameters(), lr=spec.lr, fused=True)
+        self.rng = np.random.default_rng([_DATA_STREAM, spec.seed])
+        self.curves: dict[str, list[float]] = {name: [] for name in CURVES}
+        self.report = report
+
+    def execute(self) -> dict[str, Any]:
+        """Train, with the swap if there is one, and say how it ended."""
+        spec, outcome = self.spec, dict[str, Any]()
+        if spec.start_scale is not None:
+            self.model.set_scale(spec.start_scale)
+            finite = self.advance(0, spec.start_steps)
+            outcome["start_loss"], outcome["start_accuracy"] = self.evaluate()
+            self.model.set_scale(spec.scale)
+            outcome["swapped_loss"], outcome["swapped_accuracy"] = self.evaluate()
+            if not finite:
+                return {**outcome, **_diverged()}
+        if not self.advance(spec.start_steps, spec.total_steps):
+            return {**outcome, **_diverged()}
+        loss, accuracy = self.evaluate()
+        if loss is None:
+            return {**outcome, **_diverged()}
+        return {
+            **outcome,
+            "status": "done",
+            "final_loss": loss,
+            "final_accuracy": accuracy,
+            "solved": loss < self.task.threshold,
+            "steps_to_threshold": self.steps_to_threshold(),
+        }
+
+    def advance(self, first: int, last: int) -> bool:
+        """Do the updates from `first` to `last`; False when the loss stopped being finite."""
+        losses: list[float] = []
+        accuracies: list[float] = []
+        for step in range(first, last):
+            scores, seen, targets = self.ask(self.task.draw(self.rng, self.spec.batch))
+            loss = functional.cross_entropy(scores, targets)
+            losses.append(loss.item())
+            if not math.isfinite(losses[-1]):
+                return False
+            accuracies.append(_accuracy(scores, targets))
+            self.optimiser.zero_grad(set_to_none=True)
+            loss.backward()  # type: ignore[no-untyped-call]
+            if step % self.spec.record_every == 0 or step == last - 1:
+                grad_q, grad_k = self.model.query_key_gradient_norms()
+                point = {"step": step, "loss": float(np.mean(losses)), "accuracy": float(np.mean(accuracies))}
+                self.record({**point, "grad_q": grad_q, "grad_k": grad_k, **describe_attention(seen)})
+                losses, accuracies = [], []
+            self.optimiser.step()
+            if self.report is not None:
+                self.report(step + 1)
+        return True
+
+    def record(self, point: dict[str, float]) -> None:
+        for name in CURVES:
+            self.curves[name].append(point[name])
+
+    def ask(self, batch: Batch) -> tuple[Tensor, Any, Tensor]:
+        """The model's scores, one row per question, what its attention did, and the right answers."""
+        scores, seen = self.model(torch.from_numpy(batch.tokens))
+        return scores.flatten(0, 1), seen, torch.from_numpy(batch.targets).flatten()
+
+    def evaluate(self) -> tuple[float | None, float | None]:
+        """Loss and accuracy on the held-out data with the present scale; None when the loss is not finite."""
+        with torch.no_grad():
+            scores, _, targets = self.ask(self.held_out)
+            loss = functional.cross_entropy(scores, targets).item()
+            return (loss, _accuracy(scores, targets)) if math.isfinite(loss) else (None, None)
+
+    def steps_to_threshold(self) -> int | None:
+        """Updates, counted from the swap if there is one, before the first point whose loss is below the threshold."""
+        for step, loss in zip(self.curves["step"], self.curves["loss"], strict=True):
+            if step >= self.spec.start_steps and loss < self.task.threshold:
+                return int(step) - self.spec.start_steps
+        return None
+
+
+def _accuracy(scores: Tensor, targets: Tensor) -> float:
+    return (scores.argmax(dim=-1) == targets).float().mean().item()
+
+
+def _diverged() -> dict[str, Any]:
+    return {
+        "status": "diverged",
+        "final_loss": None,
+        "final_accuracy": None,
+        "solved": False,
+        "steps_to_threshold": None,
+    }

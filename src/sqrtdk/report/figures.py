@@ -1,0 +1,94 @@
+"""Which figure shows which record: one definition per kind, looked up by the record's kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sqrtdk.errors import unknown_name
+from sqrtdk.records import Record
+from sqrtdk.report import exercise_figures, gradient_figures, learning_figures
+from sqrtdk.report.figure import Axis, Figure, Panel, Points, numbers
+from sqrtdk.report.palette import NEUTRAL, VERDICT_COLOURS, VERDICT_SYMBOLS
+
+_AREAS = {"op": "operation", "var": "variance", "soft": "softmax", "grad": "gradients", "scale": "policies"}
+
+
+def figure_for(record: Record) -> Figure:
+    """The figure that shows a record.
+
+    Raises:
+        InvalidValueError: no figure is defined for the record's kind; the message lists the known kinds.
+
+    >>> from sqrtdk.exercises import saturation
+    >>> [panel.title for panel in figure_for(saturation()).panels][0]
+    'Weights'
+    """
+    if record.kind not in _FIGURES:
+        raise unknown_name("record kind", record.kind, list(_FIGURES))
+    return _FIGURES[record.kind](record)
+
+
+def figure_kinds() -> list[str]:
+    """The kinds of records that have a figure.
+
+    >>> "variance" in figure_kinds()
+    True
+    """
+    return list(_FIGURES)
+
+
+def _show_claims(record: Record) -> Figure:
+    rows = record.tables["claims"]
+    areas = list(dict.fromkeys(row["id"].partition(".")[0] for row in rows))
+    places: dict[str, list[tuple[float, float, str]]] = {}
+    width = 0
+    for row in rows:
+        area, _, name = row["id"].partition(".")
+        column = sum(1 for other in places.values() for _, y, _ in other if y == areas.index(area))
+        width = max(width, column)
+        places.setdefault(row["verdict"], []).append((float(column), float(areas.index(area)), name))
+    order = [verdict for verdict in VERDICT_COLOURS if verdict in places] + [
+        v for v in places if v not in VERDICT_COLOURS
+    ]
+    series = tuple(
+        Points(
+            numbers(x for x, _, _ in places[verdict]),
+            numbers(y for _, y, _ in places[verdict]),
+            VERDICT_COLOURS.get(verdict, NEUTRAL),
+            f"{verdict} ({len(places[verdict])})",
+            symbol=VERDICT_SYMBOLS.get(verdict, "square"),
+            size=11,
+            text=tuple(name for _, _, name in places[verdict]),
+            show_text=True,
+        )
+        for verdict in order
+    )
+    return Figure(
+        f"{len(rows)} claims, checked",
+        (
+            Panel(
+                "",
+                Axis(hidden=True, low=-0.6, high=width + 0.6),
+                Axis(
+                    ticks=tuple((float(i), _AREAS.get(area, area)) for i, area in enumerate(areas)),
+                    low=len(areas) - 0.4,
+                    high=-0.5,
+                ),
+                series,
+            ),
+        ),
+        columns=1,
+        panel_height=36 + 52 * len(areas),
+    )
+
+
+_FIGURES: dict[str, Callable[[Record], Figure]] = {
+    "claims": _show_claims,
+    "variance": exercise_figures.show_variance,
+    "saturation": exercise_figures.show_saturation,
+    "temperature": exercise_figures.show_temperature,
+    "gradients": gradient_figures.show_gradients,
+    "explain": gradient_figures.show_explanation,
+    "ablation": learning_figures.show_ablation,
+    "swap": learning_figures.show_swap,
+}

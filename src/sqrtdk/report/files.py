@@ -1,0 +1,68 @@
+"""Writes figures to files: the suffix chooses the renderer, and a file is either complete or not there."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+from sqrtdk.errors import InvalidValueError
+from sqrtdk.records import Record
+from sqrtdk.report import matplotlib_renderer, plotly_renderer
+from sqrtdk.report.figure import Figure
+from sqrtdk.report.figures import figure_for
+from sqrtdk.report.shell import wrap_page
+
+FORMATS = (".png", ".svg", ".html")
+
+
+def save_figure(record: Record, path: str | Path) -> Path:
+    """Draw a record's figure into a file, PNG, SVG or a self-contained HTML page, chosen by the suffix.
+
+    Args:
+        record: what to show; its kind must have a figure.
+        path: the file to write; an existing one is replaced once the new one is complete.
+
+    Returns:
+        The path written.
+
+    Raises:
+        InvalidValueError: another suffix, a directory that does not exist, or a kind without a figure.
+        MissingExtraError: matplotlib (PNG, SVG) or plotly (HTML) is not installed.
+    """
+    target = Path(path)
+    suffix = target.suffix.lower()
+    if suffix not in FORMATS:
+        raise InvalidValueError(f"path must end in {', '.join(FORMATS)}, got {str(path)!r}")
+    require_directory(target)
+    return write_whole(target, _render(figure_for(record), suffix))
+
+
+def _render(figure: Figure, suffix: str) -> bytes:
+    if suffix == ".html":
+        return wrap_page(figure.title, plotly_renderer.render_fragment(figure, "figure")).encode()
+    return matplotlib_renderer.render(figure, "png" if suffix == ".png" else "svg")
+
+
+def require_directory(path: Path) -> None:
+    """Refuse a path whose directory does not exist, or that is a directory itself."""
+    if not path.parent.is_dir():
+        raise InvalidValueError(
+            f"path must lie in an existing directory, got {str(path)!r}; make {str(path.parent)!r} first"
+        )
+    if path.is_dir():
+        raise InvalidValueError(f"path must be a file, got the directory {str(path)!r}")
+
+
+def write_whole(path: str | Path, content: bytes) -> Path:
+    """Write a file so that readers see the old content or the new, never a part: temporary file, then rename."""
+    target = Path(path)
+    require_directory(target)
+    # Beside the target, as a rename is atomic within one file system only.
+    draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    try:
+        draft.write_bytes(content)
+        os.replace(draft, target)
+    finally:
+        draft.unlink(missing_ok=True)
+    return target

@@ -1,0 +1,248 @@
+"""Figures of training: learning curves by policy with every seed shown, final losses, what attention did meanwhile."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from sqrtdk.records import Record
+from sqrtdk.report.figure import Axis, Dash, Figure, Line, Panel, Points, ReferenceLine, Series, numbers
+from sqrtdk.report.palette import ACCENT, NEUTRAL, policy_colour, policy_label
+
+_MOST_POINTS = 150
+_DASHES: dict[str, Dash] = {"unit": "solid", "absorbed": "dash", "torch": "dot", "xavier": "dot"}
+
+
+class _Group(NamedTuple):
+    """Runs that differ by seed only."""
+
+    scale: str
+    init: str
+    lr: float
+    d_k: int
+
+    def label(self, varying: Sequence[str]) -> str:
+        """The policy and whatever else tells this group from the others."""
+        parts = [policy_label(self.scale)]
+        parts += [self.init] if "init" in varying else []
+        parts += [f"dₖ {self.d_k}"] if "d_k" in varying else []
+        parts += [f"lr {self.lr:g}"] if "lr" in varying else []
+        return ", ".join(parts)
+
+
+def show_ablation(record: Record) -> Figure:
+    """Learning curves, final losses and attention statistics of an ablation, each policy at its best learning rate."""
+    curves = _group_runs(record.curves["runs"])
+    finals = _group_runs(record.tables["runs"])
+    varying = [name for name in ("init", "d_k", "lr") if len({getattr(group, name) for group in finals}) > 1]
+    best = set(_group_runs(record.tables["best"]))
+    inits, policies = (list(dict.fromkeys(getattr(group, name) for group in finals)) for name in ("init", "scale"))
+    shown = {
+        group: curves[group]
+        for group in sorted(curves, key=lambda group: (inits.index(group.init), policies.index(group.scale)))
+        if group in best
+    }
+    names = [name for name in varying if name != "lr"]
+    panels = [
+        _show_curves(shown, names, d_k, "loss", "Training loss" + (f", dₖ = {d_k}" if "d_k" in varying else ""))
+        for d_k in sorted({group.d_k for group in shown})
+    ]
+    panels.append(_show_finals_by_rate(finals) if "lr" in varying else _show_finals(finals, names))
+    # With several dₖ the remaining panels follow the largest, where the scale matters most.
+    last = max(group.d_k for group in shown)
+    suffix = f", dₖ = {last}" if "d_k" in varying else ""
+    for quantity, title in (
+        ("accuracy", "Accuracy"),
+        ("entropy_ratio", "Entropy ratio H/ln n"),
+        ("saturation_index", "Saturation index ρ"),
+        ("grad_q", "Gradient norm of W_q"),
+    ):
+        panels.append(_show_curves(shown, names, last, quantity, title + suffix, seeds=False))
+    rate = (
+        " Each policy is shown at its own best learning rate; the final losses show every rate."
+        if "lr" in varying
+        else ""
+    )
+    return Figure(
+        f"Training with different scales: {record.spec.get('task', 'ablation')}",
+        tuple(panels),
+        columns=3,
+        panel_height=270,
+        caption=f"Thin lines and dots are single seeds; bold lines and bars are medians over seeds.{rate}",
+    )
+
+
+def show_swap(record: Record) -> Figure:
+    """The loss of every seed at each stage of a swap of scales, and the training losses around the swap."""
+    start, scale = str(record.spec["start_scale"]), str(record.spec["scale"])
+    swap = float(record.spec["start_steps"])
+    series: list[Series] = []
+    for name, label, colour in (
+        ("scratch", f"{policy_label(scale)} from a random start", policy_colour(scale)),
+        ("runs", f"{policy_label(start)}, then {policy_label(scale)}", policy_colour(start)),
+    ):
+        runs = record.curves[name]
+        dash: Dash = "dash" if name == "scratch" else "solid"
+        series += [
+            Line(*_thin_out(run["step"], run["loss"]), colour, dash=dash, width=0.8, opacity=0.35) for run in runs
+        ]
+        series.append(Line(*_median_curve(runs, "loss"), colour, label, dash=dash, width=2.6))
+    curves = Panel(
+        "Training loss",
+        Axis("step"),
+        Axis("", log=True),
+        tuple(series),
+        (ReferenceLine(swap, "swap", "vertical"),),
+    )
+    return Figure(
+        f"Changing the scale of a trained model: {policy_label(start)} to {policy_label(scale)}",
+        (_show_stages(record.tables["swap"]), curves),
+        columns=2,
+        caption="Thin lines are single seeds; diamonds and bold lines are medians over seeds.",
+    )
+
+
+def _show_stages(rows: Sequence[Mapping[str, Any]]) -> Panel:
+    stages = [name for name in rows[0] if name.endswith("_loss")]
+    places = numbers(range(len(stages)))
+    series: list[Series] = [
+        Line(places, numbers(row[name] for name in stages), NEUTRAL, width=1.0, opacity=0.5) for row in rows
+    ]
+    medians = [_median([row[name] for row in rows]) for name in stages]
+    labels = [name.removesuffix("_loss").replace("_", " ") for name in stages]
+    texts = tuple(f"{label}: {value:.3g}" for label, value in zip(labels, medians, strict=True))
+    series.append(Points(places, numbers(medians), ACCENT, size=10, symbol="diamond", text=texts))
+    return Panel(
+        "Held-out loss by stage",
+        Axis(ticks=tuple(zip(places, labels, strict=True)), low=-0.4, high=len(stages) - 0.6),
+        Axis("loss", log=True),
+        tuple(series),
+    )
+
+
+def _group_runs(runs: Sequence[Mapping[str, Any]]) -> dict[_Group, list[Mapping[str, Any]]]:
+    groups: dict[_Group, list[Mapping[str, Any]]] = {}
+    for run in runs:
+        key = _Group(str(run["scale"]), str(run["init"]), float(run["lr"]), int(run["d_k"]))
+        groups.setdefault(key, []).append(run)
+    return groups
+
+
+def _median(values: Sequence[float | None]) -> float:
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    return statistics.median(known) if known else math.nan
+
+
+def _show_curves(
+    groups: Mapping[_Group, Sequence[Mapping[str, Any]]],
+    names: Sequence[str],
+    d_k: int,
+    quantity: str,
+    title: str,
+    *,
+    seeds: bool = True,
+) -> Panel:
+    thin: list[Series] = []
+    bold: list[Series] = []
+    for group, runs in groups.items():
+        if group.d_k != d_k:
+            continue
+        colour, dash = policy_colour(group.scale), _DASHES.get(group.init, "dot")
+        if seeds:
+            thin += [
+                Line(*_thin_out(run["step"], run[quantity]), colour, dash=dash, width=0.8, opacity=0.35) for run in runs
+            ]
+        label = group.label([name for name in names if name != "d_k"])
+        bold.append(Line(*_median_curve(runs, quantity), colour, label, dash=dash, width=2.6))
+    positive = all(value > 0 for line in [*thin, *bold] if isinstance(line, Line) for value in line.y if value == value)
+    log = quantity in ("loss", "grad_q") and positive
+    lines = (ReferenceLine(1.0, "ρ = 1", label_at="start"),) if quantity == "saturation_index" else ()
+    low, high = (0.0, 1.03) if quantity in ("accuracy", "entropy_ratio") else (None, None)
+    return Panel(title, Axis("step"), Axis("", log=log, low=low, high=high), (*thin, *bold), lines)
+
+
+def _thin_out(x: Sequence[float], y: Sequence[float | None]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    stride = max(1, -(-len(x) // _MOST_POINTS))
+    return numbers(x[::stride]), numbers(y[::stride])
+
+
+def _median_curve(runs: Sequence[Mapping[str, Any]], quantity: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    # Runs that diverged end early; the median at a step is over the runs that reached it.
+    by_step: dict[float, list[float | None]] = {}
+    for run in runs:
+        for step, value in zip(run["step"], run[quantity], strict=True):
+            by_step.setdefault(step, []).append(value)
+    steps = sorted(by_step)
+    return _thin_out(steps, [_median(by_step[step]) for step in steps])
+
+
+def _show_finals(finals: Mapping[_Group, Sequence[Mapping[str, Any]]], varying: Sequence[str]) -> Panel:
+    series: list[Series] = []
+    ticks = []
+    every = []
+    for index, (group, runs) in enumerate(finals.items()):
+        losses = [run.get("final_loss") for run in runs]
+        missing = sum(loss is None or not math.isfinite(loss) for loss in losses)
+        ticks.append((float(index), group.label(varying) + (f" ({missing} without)" if missing else "")))
+        known = [
+            (run, loss) for run, loss in zip(runs, losses, strict=True) if loss is not None and math.isfinite(loss)
+        ]
+        every += [loss for _, loss in known]
+        # Seeds side by side across the row, so that equal losses stay visible.
+        spread = [index + 0.5 * ((place + 0.5) / max(len(known), 1) - 0.5) for place in range(len(known))]
+        series.append(
+            Points(
+                numbers(loss for _, loss in known),
+                numbers(spread),
+                policy_colour(group.scale),
+                size=5.5,
+                text=tuple(f"seed {run.get('seed')}: {loss:.4g}" for run, loss in known),
+            )
+        )
+        middle = _median(losses)
+        series.append(Line((middle, middle), (index - 0.36, index + 0.36), policy_colour(group.scale), width=2.6))
+    log = bool(every) and min(every) > 0
+    return Panel(
+        "Final held-out loss",
+        Axis("loss", log=log),
+        Axis(ticks=tuple(ticks), low=len(finals) - 0.4, high=-0.6),
+        tuple(series),
+    )
+
+
+def _show_finals_by_rate(finals: Mapping[_Group, Sequence[Mapping[str, Any]]]) -> Panel:
+    rates = sorted({group.lr for group in finals})
+    families: dict[tuple[str, str, int], dict[float, list[float]]] = {}
+    for group, runs in finals.items():
+        losses = [run["final_loss"] for run in runs if _is_number(run.get("final_loss"))]
+        families.setdefault((group.scale, group.init, group.d_k), {})[group.lr] = losses
+    series: list[Series] = []
+    for place, ((scale, init, _), by_rate) in enumerate(families.items()):
+        # A small step aside for each family keeps dots of one rate apart.
+        shift = 1.0 + 0.05 * (place - (len(families) - 1) / 2)
+        colour = policy_colour(scale)
+        dots = [(rate * shift, loss) for rate in rates for loss in by_rate.get(rate, ())]
+        series.append(Points(numbers(x for x, _ in dots), numbers(y for _, y in dots), colour, size=4))
+        medians = [(rate * shift, _median(by_rate.get(rate, []))) for rate in rates]
+        series.append(
+            Line(
+                numbers(x for x, _ in medians),
+                numbers(y for _, y in medians),
+                colour,
+                dash=_DASHES.get(init, "dot"),
+                width=2.4,
+            )
+        )
+    every = [loss for by_rate in families.values() for losses in by_rate.values() for loss in losses]
+    return Panel(
+        "Final held-out loss by learning rate",
+        Axis("learning rate", log=True, ticks=tuple((rate, f"{rate:g}") for rate in rates)),
+        Axis("", log=bool(every) and min(every) > 0),
+        tuple(series),
+    )
+
+
+def _is_number(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)

@@ -1,0 +1,234 @@
+"""The report: all records on one self-contained page, claims first, then exercises, training and how it was made."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import NamedTuple
+
+from sqrtdk.errors import InvalidTypeError, InvalidValueError
+from sqrtdk.records import Record, cpu_name, spec_hash, versions
+from sqrtdk.report.figures import figure_for
+from sqrtdk.report.files import write_whole
+from sqrtdk.report.palette import VERDICT_COLOURS, VERDICT_MARKS
+from sqrtdk.report.plotly_renderer import render_fragment
+from sqrtdk.report.shell import wrap_page
+from sqrtdk.report.table import format_cell, render_table
+
+# Longer tables are folded away, so that the page reads as a text.
+_LONGEST_OPEN_TABLE = 12
+
+
+class _Section(NamedTuple):
+    """How a kind of record is introduced; the order of the dictionary below is the order of the page."""
+
+    title: str
+    asks: str
+    command: str
+
+
+_SECTIONS = {
+    "claims": _Section(
+        "What the texts claim",
+        "Each sentence of four texts on the scale of attention, computed: does it hold, is it wrong, or does it "
+        "depend?",
+        "sqrtdk claims",
+    ),
+    "explain": _Section(
+        "What the scale does",
+        "What do no scaling, 1/√dₖ and 1/dₖ do to attention of one size, and does theory predict it?",
+        "sqrtdk explain",
+    ),
+    "variance": _Section(
+        "Exercise 1: how far scores spread",
+        "What is the standard deviation of unscaled scores, and what is left of it after dividing by √dₖ or by dₖ?",
+        "sqrtdk variance",
+    ),
+    "saturation": _Section(
+        "Exercise 2: where softmax saturates",
+        "softmax([x, 0, 0, 0]) for growing x: from which x on does it saturate, and in which sense?",
+        "sqrtdk saturation",
+    ),
+    "ablation": _Section(
+        "Exercise 3: training with and without the scale",
+        "Does a model learn without the scale? And is a failure due to the scale, or only to the initialisation or "
+        "the learning rate?",
+        "sqrtdk ablate",
+    ),
+    "swap": _Section(
+        "Changing the scale of a trained model",
+        "Is the scale critical only at random initialisation, or in a trained model as well?",
+        "sqrtdk ablate",
+    ),
+    "temperature": _Section(
+        "Exercise 4: temperatures around √dₖ",
+        "How do attention patterns differ at τ = ½·√dₖ, √dₖ and 2·√dₖ?",
+        "sqrtdk temperature",
+    ),
+    "gradients": _Section(
+        "Exercise 5: what gradients do",
+        "How does ∂softmax/∂input look for uniform and for peaked rows, and do gradients vanish without the scale?",
+        "sqrtdk gradients",
+    ),
+}
+
+_TABLE_TITLES = {
+    "points": "Points of saturation",
+    "sweep": "The sweep",
+    "jacobians": "Jacobians of four rows",
+    "vanish": "Gradients over dₖ and n",
+    "runs": "Every run",
+    "summary": "Summary over seeds",
+    "best": "Control: each policy at its own best learning rate",
+    "comparisons": "Paired comparisons, seed by seed",
+    "swap": "Every seed",
+}
+
+
+def write_report(
+    records: Mapping[str, Record] | Sequence[Record], path: str | Path, *, command: str = "sqrtdk report"
+) -> Path:
+    """Write all records as one HTML file that needs nothing else: no network, no other file.
+
+    Args:
+        records: what to show, by name or in any order; the page has its own order by kind.
+        path: the file to write; an existing one is replaced once the new one is complete.
+        command: what was called to make the page, shown at its end.
+
+    Returns:
+        The path written.
+
+    Raises:
+        InvalidValueError: no records, a kind that has no figure, or a directory that does not exist.
+        MissingExtraError: plotly is not installed.
+    """
+    return write_whole(path, render_report(records, command=command).encode())
+
+
+def render_report(records: Mapping[str, Record] | Sequence[Record], *, command: str = "sqrtdk report") -> str:
+    """Render the page that `write_report` writes."""
+    named = _name_records(records)
+    body = [_render_header(named)]
+    body += [_render_section(name, record) for name, record in named.items()]
+    body.append(_render_making(named, command))
+    return wrap_page("Why √dₖ? A report by sqrtdk", "\n".join(body))
+
+
+def _name_records(records: Mapping[str, Record] | Sequence[Record]) -> dict[str, Record]:
+    if isinstance(records, Mapping):
+        pairs = list(records.items())
+    else:
+        pairs = []
+        for record in records:
+            taken = sum(other.kind == record.kind for _, other in pairs)
+            pairs.append((record.kind if not taken else f"{record.kind}-{taken + 1}", record))
+    if not pairs:
+        raise InvalidValueError("records must hold at least one record, got none")
+    for name, record in pairs:
+        if not isinstance(record, Record):
+            raise InvalidTypeError(f"records must hold Record objects, got {type(record).__name__} for {name!r}")
+    order = {kind: place for place, kind in enumerate(_SECTIONS)}
+    return dict(sorted(pairs, key=lambda pair: order.get(pair[1].kind, len(order))))
+
+
+def _heading(name: str, record: Record) -> str:
+    section = _SECTIONS.get(record.kind)
+    title = section.title if section is not None else record.kind
+    return title if name == record.kind else f"{title} ({name.replace('_', ' ')})"
+
+
+def _count_verdicts(records: Mapping[str, Record]) -> Counter[str]:
+    return Counter(
+        str(row["verdict"]) for record in records.values() if record.kind == "claims" for row in record.tables["claims"]
+    )
+
+
+def _render_header(records: Mapping[str, Record]) -> str:
+    verdicts = _count_verdicts(records)
+    checked = f"Here {sum(verdicts.values())} claims about why are computed, one by one. " if verdicts else ""
+    tiles = "".join(
+        f'<div class="tile"><b class="{name}">{VERDICT_MARKS[name]} {verdicts[name]}</b>'
+        f"<span>{_VERDICT_WORDS[name]}</span></div>"
+        for name in VERDICT_COLOURS
+        if verdicts
+    )
+    links = "".join(
+        f'<a href="#{escape(name)}">{escape(_heading(name, record))}</a>' for name, record in records.items()
+    )
+    return (
+        "<header><h1>Why divide by √dₖ?</h1>"
+        '<p class="lead">Attention is softmax(QKᵀ/√dₖ)·V: the scores are divided by √dₖ before the softmax sees them. '
+        f"{checked}Every number on this page was computed by the program, seeds and intervals are stated, and what "
+        "contradicts the texts is shown as it is.</p>"
+        f'<div class="tiles">{tiles}</div><nav>{links}<a href="#making">How it was made</a></nav></header>'
+    )
+
+
+_VERDICT_WORDS = {"holds": "hold", "wrong": "are wrong", "depends": "depend"}
+
+
+def _render_section(name: str, record: Record) -> str:
+    figure = render_fragment(figure_for(record), f"figure-{name}")
+    section = _SECTIONS[record.kind]
+    intro = (
+        f"<h2>{escape(_heading(name, record))}</h2>"
+        f'<p class="asks">{escape(section.asks)} <code class="command">{escape(section.command)}</code></p>'
+    )
+    # Folded tables come after the open ones.
+    order = sorted(record.tables, key=lambda title: len(record.tables[title]) > _LONGEST_OPEN_TABLE)
+    tables = "".join(_render_named_table(record, title) for title in order)
+    shows = "".join(f"<li>{escape(sentence)}</li>" for sentence in record.reading)
+    reading = f'<div class="shows"><h3>What it shows</h3><ul>{shows}</ul></div>' if shows else ""
+    return f'<section id="{escape(name)}">{intro}{figure}{reading}{tables}</section>'
+
+
+def _render_named_table(record: Record, name: str) -> str:
+    rows = record.tables[name]
+    if not rows:
+        return ""
+    if record.kind == "claims":
+        return _render_filter(record) + render_table(rows, classes="claims")
+    table = render_table(rows)
+    title = _TABLE_TITLES.get(name, "The numbers" if name == record.kind else name.replace("_", " "))
+    if len(rows) > _LONGEST_OPEN_TABLE:
+        return f"<details><summary>{escape(title)} ({len(rows)} rows)</summary>{table}</details>"
+    return f"<h3>{escape(title)}</h3>{table}"
+
+
+def _render_filter(record: Record) -> str:
+    verdicts = Counter(str(row["verdict"]) for row in record.tables["claims"])
+    buttons = [f'<button type="button" aria-pressed="true" data-verdict="">all {sum(verdicts.values())}</button>']
+    buttons += [
+        f'<button type="button" aria-pressed="false" data-verdict="{escape(name)}">{escape(name)} {count}</button>'
+        for name, count in verdicts.most_common()
+    ]
+    return f'<div class="filter" role="group" aria-label="Show claims by verdict">{"".join(buttons)}</div>'
+
+
+def _render_making(records: Mapping[str, Record], command: str) -> str:
+    made = ", ".join(f"{package} {version}" for package, version in versions().items())
+    rows = [
+        {
+            "record": name,
+            "seed": _name_seeds(record),
+            "spec hash": spec_hash(record.spec),
+            "specification": json.dumps(record.as_json()["spec"], ensure_ascii=False),
+        }
+        for name, record in records.items()
+    ]
+    return (
+        '<section id="making"><h2>How it was made</h2>'
+        f"<p>Command: <code>{escape(command)}</code><br>Versions: {escape(made)}<br>Processor: {escape(cpu_name())}</p>"
+        "<p>Equal specifications have equal hashes and, on the same versions and processor, give equal numbers.</p>"
+        f"{render_table(rows)}</section>"
+    )
+
+
+def _name_seeds(record: Record) -> str:
+    for name in ("seed", "seeds"):
+        if name in record.spec:
+            return format_cell(record.spec[name])
+    return "none needed"

@@ -1,0 +1,150 @@
+"""Tables for readers: what a column is called, how a number is written, and the HTML of a table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from sqrtdk.records import Row
+from sqrtdk.report.palette import VERDICT_MARKS, policy_colour, policy_label
+
+_TITLES = {
+    "d_k": "dₖ",
+    "scale": "scaling",
+    "predicted": "predicted",
+    "low": "95% from",
+    "high": "95% to",
+    "inside": "prediction inside",
+    "law": "law (n → ∞)",
+    "first_weight": "weight of x",
+    "other_weight": "weight of each 0",
+    "slope": "p(1 − p)",
+    "jacobian_trace": "1 − Σp²",
+    "jacobian_norm": "‖J‖",
+    "entropy_ratio": "H/ln n",
+    "saturation_index": "ρ",
+    "logit_std": "σ",
+    "sum_p2": "Σp²",
+    "effective_keys": "effective keys",
+    "max_weight": "largest weight",
+    "relative": "τ/√dₖ",
+    "tau": "τ",
+    "factor": "factor 1/τ",
+    "grad_q": "‖∂loss/∂q‖",
+    "grad_k": "‖∂loss/∂K‖/√L",
+    "top_share": "share of the top twentieth",
+    "lr": "learning rate",
+    "final_loss_iqr": "final loss, middle half of the seeds",
+    "final_loss_median": "final loss, median",
+    "solved_fraction": "solved",
+    "steps_to_threshold_median": "steps to solve, median",
+}
+_ENDINGS = {"_low": "95% from", "_high": "95% to", "_mean": "mean", "_median": "median", "_p5": "5th percentile"}
+_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def title_column(name: str) -> str:
+    """What readers see above a column.
+
+    >>> title_column("grad_q_median"), title_column("final_loss")
+    ('‖∂loss/∂q‖ median', 'final loss')
+    """
+    if name in _TITLES:
+        return _TITLES[name]
+    for ending, words in _ENDINGS.items():
+        if name.endswith(ending):
+            return f"{title_column(name.removesuffix(ending))} {words}"
+    return name.replace("_", " ")
+
+
+def format_cell(value: Any) -> str:
+    """Write a value for a reader: four significant digits, powers of ten spelled out, – for nothing.
+
+    >>> [format_cell(x) for x in (22.6274, 9.81e-11, 4096, None, True, [1.0, 2.5])]
+    ['22.63', '9.8·10⁻¹¹', '4096', '–', 'yes', '1 to 2.5']
+    """
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return _format_float(value)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {format_cell(item)}" for key, item in value.items())
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        parts = [format_cell(item) for item in value]
+        return " to ".join(parts) if len(parts) == 2 else ", ".join(parts)
+    return str(value)
+
+
+def _format_float(value: float) -> str:
+    if math.isinf(value):
+        return "∞" if value > 0 else "−∞"
+    if value == 0 or 1e-3 <= abs(value) < 1e5:
+        return f"{value:.4g}".replace("-", "−")
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return f"{mantissa}·10{str(int(exponent)).translate(_SUPERSCRIPTS)}".replace("-", "−")
+
+
+def render_table(rows: Sequence[Row], *, classes: str = "") -> str:
+    """Render rows as an HTML table; the columns are the keys of all rows in order of appearance, all text escaped.
+
+    >>> render_table([{"d_k": 64}])
+    '<div class="scroll"><table class=""><thead><tr><th class="number">dₖ</th></tr></thead>...'
+    """
+    # The main row is set in bold; a column that says so again would be noise.
+    columns = [name for name in dict.fromkeys(name for row in rows for name in row) if name != "main"]
+    numeric = {name: all(_is_number(row.get(name)) for row in rows) for name in columns}
+    head = "".join(f"<th{_class(numeric[name])}>{escape(title_column(name))}</th>" for name in columns)
+    body = "".join(
+        f"<tr{_row_attributes(row)}>"
+        + "".join(f"<td{_class(numeric[name])}>{_render_cell(name, row.get(name))}</td>" for name in columns)
+        + "</tr>"
+        for row in rows
+    )
+    return (
+        f'<div class="scroll"><table class="{classes}"><thead><tr>{head}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+
+
+def _class(numeric: bool) -> str:
+    return ' class="number"' if numeric else ""
+
+
+def _row_attributes(row: Row) -> str:
+    if "verdict" in row:
+        return f' data-verdict="{escape(str(row["verdict"]))}" id="claim-{escape(str(row.get("id", "")))}"'
+    return ' class="main"' if row.get("main") is True else ""
+
+
+def _render_cell(name: str, value: Any) -> str:
+    drawing = _DRAWINGS.get(name)
+    return drawing(str(value)) if drawing is not None and value is not None else escape(format_cell(value))
+
+
+def _render_policy(policy: str) -> str:
+    return f'<i class="dot" style="background:{policy_colour(policy)}"></i>{escape(policy_label(policy))}'
+
+
+def _render_verdict(verdict: str) -> str:
+    mark = VERDICT_MARKS.get(verdict, "?")
+    return f'<span class="verdict {escape(verdict)}">{mark} {escape(verdict)}</span>'
+
+
+def _render_quantity(name: str) -> str:
+    return escape(title_column(name))
+
+
+_DRAWINGS: dict[str, Callable[[str], str]] = {
+    "scale": _render_policy,
+    "verdict": _render_verdict,
+    "quantity": _render_quantity,
+    "id": lambda name: f"<code>{escape(name)}</code>",
+}

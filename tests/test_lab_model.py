@@ -1,0 +1,171 @@
+"""The model: causal, paired across policies, and scaled exactly once."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from sqrtdk.lab import RunSpec
+from sqrtdk.lab.model import SeenAttention, Transformer, describe_attention, draw_query_key
+
+EVERY_SCALE = [
+    "none",
+    "sqrt",
+    "inverse",
+    "fixed:10",
+    "temperature:0.5",
+    "mup",
+    "log_n",
+    "yarn:4",
+    "llama4:4",
+    "cosine",
+    "qk_norm",
+]
+
+
+def make(**changes):
+    spec = RunSpec(**changes)
+    return Transformer(spec, spec.make_task())
+
+
+def tokens_of(spec=None, size=4, seed=0):
+    return torch.from_numpy((spec or RunSpec()).make_task().draw(np.random.default_rng(seed), size).tokens)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("d_k", [16, 64])
+def test_absorbed_without_scale_is_the_function_of_unit_with_sqrt(heads, d_k):
+    tokens = tokens_of()
+    absorbed, _ = make(scale="none", init="absorbed", heads=heads, d_k=d_k)(tokens)
+    unit, _ = make(scale="sqrt", init="unit", heads=heads, d_k=d_k)(tokens)
+    torch.testing.assert_close(absorbed, unit, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [name for name in EVERY_SCALE if name not in ("sqrt", "mup")])
+def test_changing_the_scale_changes_the_output(scale):
+    # mup is left out as it is 1/√dₖ at dₖ = 64, by its definition.
+    tokens = tokens_of()
+    outputs = [make(scale=name)(tokens)[0] for name in (scale, "sqrt")]
+    assert (outputs[0] - outputs[1]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("scale", EVERY_SCALE)
+def test_logits_are_the_policys(scale):
+    """The first layer's logits against the formula in float64, written out here per policy."""
+    model = make(scale=scale, heads=2, d_k=16)
+    tokens = tokens_of()
+    _, seen = model(tokens)
+    x = (model.embedding[tokens] + model.positions).detach().double().numpy()
+    x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+    block = model.blocks[0]
+    q, k = (
+        (x @ weight.detach().double().numpy().T).reshape(4, 24, 2, 16).swapaxes(1, 2)
+        for weight in (block.w_q, block.w_k)
+    )
+    if scale in ("cosine", "qk_norm"):
+        q, k = (vector / np.linalg.norm(vector, axis=-1, keepdims=True) for vector in (q, k))
+    position = np.arange(24)
+    factor = {
+        "none": 1.0,
+        "sqrt": 1 / 4,
+        "inverse": 1 / 16,
+        "fixed:10": 1 / 10,
+        "temperature:0.5": 1 / 2,
+        "mup": 8 / 16,
+        "log_n": np.log(position + 1) / 4,
+        "yarn:4": (0.1 * math.log(4) + 1) ** 2 / 4,
+        "llama4:4": (1 + 0.1 * np.log1p((position + 1) // 4)) / 4,
+        "cosine": 10.0,
+        "qk_norm": 16 / 4,
+    }[scale]
+    expected = q @ k.swapaxes(-1, -2) * np.broadcast_to(factor, 24)[:, None]
+    np.testing.assert_allclose(seen[0].logits.detach().numpy(), expected, rtol=2e-4, atol=2e-4)
+
+
+def test_attention_is_causal():
+    model = make(task="text", scale="sqrt", task_parameters={"context": 12})
+    tokens = torch.arange(12).unsqueeze(0)
+    changed = tokens.clone()
+    changed[0, 7:] += 1
+    before, seen = model(tokens)
+    after, _ = model(changed)
+    torch.testing.assert_close(before[:, :7], after[:, :7], rtol=0, atol=0)
+    assert (before[:, 7:] - after[:, 7:]).abs().min(dim=1).values.max() > 1e-3
+    for layer in seen:
+        assert layer.weights.triu(1).abs().max() == 0.0
+        torch.testing.assert_close(layer.weights.sum(-1), torch.ones_like(layer.weights.sum(-1)))
+
+
+def test_one_seed_gives_the_same_weights_whatever_the_scale_and_init():
+    reference = make(scale="sqrt", init="unit").state_dict()
+    for name, weight in make(scale="none", init="unit").state_dict().items():
+        assert torch.equal(weight, reference[name]), name
+    for init in ("torch", "xavier", "absorbed"):
+        for name, weight in make(init=init).state_dict().items():
+            is_query_key = name.endswith(("w_q", "w_k"))
+            assert torch.equal(weight, reference[name]) != is_query_key, (init, name)
+    assert not torch.equal(make(seed=1).embedding, make(seed=0).embedding)
+
+
+@pytest.mark.parametrize(
+    ("init", "variance"), [("unit", 1.0), ("torch", 1 / 3), ("xavier", 2 * 64 / 192), ("absorbed", 1 / 8)]
+)
+def test_init_gives_queries_the_variance_it_says(init, variance):
+    rng = np.random.default_rng(0)
+    weight = draw_query_key(rng, init, d_out=128, d_in=64, d_k=64).double()
+    x = torch.from_numpy(rng.standard_normal((4000, 64)))
+    # 8192 weights: the variance's relative standard deviation is √(2/8192) = 1.6 %; five of them.
+    assert (x @ weight.T).var().item() == pytest.approx(variance, rel=0.08)
+
+
+def test_unit_init_gives_logits_of_variance_d_k_and_of_one_with_sqrt():
+    tokens = tokens_of(size=16)
+    variances = {}
+    for scale in ("none", "sqrt"):
+        values = [make(scale=scale, seed=seed)(tokens)[1][0].logits.var().item() for seed in range(8)]
+        variances[scale] = np.mean(values)
+    assert variances["none"] == pytest.approx(64, rel=0.2)
+    assert variances["none"] / variances["sqrt"] == pytest.approx(64, rel=1e-3)
+
+
+def test_swapping_the_scale_equals_beginning_with_it():
+    model = make(scale="sqrt")
+    model.set_scale("inverse")
+    assert torch.equal(model(tokens_of())[0], make(scale="inverse")(tokens_of())[0])
+
+
+def test_description_against_numpy_row_by_row():
+    rng = np.random.default_rng(3)
+    logits = rng.standard_normal((2, 3, 2, 5, 5)) * 3.0
+    ratios, indices, traces = [], [], []
+    weights = np.zeros_like(logits)
+    for place in np.ndindex(2, 3, 2, 5):
+        n = place[-1] + 1
+        row = logits[place][:n]
+        p = np.exp(row - row.max()) / np.exp(row - row.max()).sum()
+        weights[place][:n] = p
+        if n > 1:
+            ratios.append(-(p * np.log(p)).sum() / np.log(n))
+            indices.append(row.std() / np.sqrt(2 * np.log(n)))
+            traces.append(1 - (p**2).sum())
+    seen = [SeenAttention(torch.from_numpy(a), torch.from_numpy(b)) for a, b in zip(logits, weights, strict=True)]
+    found = describe_attention(seen)
+    assert found["entropy_ratio"] == pytest.approx(np.mean(ratios), rel=1e-12)
+    assert found["saturation_index"] == pytest.approx(np.mean(indices), rel=1e-12)
+    assert found["jacobian_trace"] == pytest.approx(np.mean(traces), rel=1e-12)
+
+
+def test_feedforward_takes_part():
+    with_it, without = make(feedforward=32), make()
+    assert with_it.blocks[0].w_in.shape == (32, 64)
+    assert (with_it(tokens_of())[0] - without(tokens_of())[0]).abs().max() > 1e-2
+
+
+def test_gradient_norms_cover_every_layer():
+    model = make()
+    model(tokens_of())[0].square().sum().backward()
+    norm_q, norm_k = model.query_key_gradient_norms()
+    for found, name in ((norm_q, "w_q"), (norm_k, "w_k")):
+        stacked = torch.cat([getattr(block, name).grad.flatten() for block in model.blocks])
+        assert found == pytest.approx(stacked.double().norm().item(), rel=1e-9)

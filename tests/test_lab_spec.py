@@ -1,0 +1,117 @@
+"""Specs: what a run and a grid are, and which ones are refused."""
+
+import subprocess
+import sys
+
+import pytest
+
+from sqrtdk.errors import InvalidTypeError, InvalidValueError
+from sqrtdk.lab import AblationSpec, RunSpec
+
+
+def test_grid_is_the_whole_product_seed_by_seed():
+    spec = AblationSpec(scales=("none", "sqrt"), d_ks=(8, 16), seeds=(5, 3), lrs=(1e-3, 2e-3), inits=("unit", "torch"))
+    runs = spec.runs()
+    assert len(runs) == len({run.key for run in runs}) == 2 * 2 * 2 * 2 * 2
+    assert [run.seed for run in runs] == [5] * 16 + [3] * 16
+
+
+def test_grid_hands_every_setting_on():
+    spec = AblationSpec(
+        seeds=1,
+        steps=7,
+        heads=2,
+        layers=3,
+        d_model=32,
+        batch=4,
+        feedforward=48,
+        task_parameters={"pairs": 3},
+        record_every=2,
+    )
+    run = spec.runs()[0]
+    assert (run.steps, run.heads, run.layers, run.d_model, run.batch) == (7, 2, 3, 32, 4)
+    assert (run.feedforward, run.make_task().length, run.record_every) == (48, 9, 2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"scale": "none"},
+        {"d_k": 32},
+        {"seed": 1},
+        {"init": "torch"},
+        {"lr": 2e-3},
+        {"steps": 601},
+        {"batch": 8},
+        {"layers": 1},
+        {"d_model": 32},
+        {"heads": 2},
+        {"feedforward": 8},
+        {"task_parameters": {"pairs": 4}},
+        {"record_every": 5},
+        {"task": "text"},
+        {"start_scale": "none", "start_steps": 3},
+    ],
+)
+def test_every_field_is_part_of_the_key(change):
+    assert RunSpec(**change).key != RunSpec().key
+
+
+def test_defaults_spelled_out_have_the_same_key():
+    assert RunSpec(task_parameters={"pairs": 8, "symbols": 16}).key == RunSpec().key
+    assert RunSpec(lr=1).key == RunSpec(lr=1.0).key
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"task": "recal"}, "unknown task 'recal'; known: recall, text"),
+        ({"scale": "squirt"}, "unknown scaling policy 'squirt'"),
+        ({"start_scale": "squirt", "start_steps": 1}, "unknown scaling policy 'squirt'"),
+        ({"init": "zeros"}, "unknown init 'zeros'; known: absorbed, torch, unit, xavier"),
+        ({"d_k": 0}, "d_k must be at least 1, got 0"),
+        ({"steps": 0}, "steps must be at least 1"),
+        ({"seed": -1}, "seed must be at least 0, got -1"),
+        ({"lr": 0.0}, "lr must be positive and finite, got 0.0"),
+        ({"lr": float("nan")}, "lr must be positive and finite, got nan"),
+        ({"heads": 3}, r"d_model must be a multiple of heads \(3\), got 64"),
+        ({"start_steps": 5}, "start_scale and start_steps go together, got None and 5"),
+        ({"start_scale": "sqrt"}, "start_scale and start_steps go together, got 'sqrt' and 0"),
+        ({"task_parameters": {"pears": 2}}, "unknown parameter of task 'recall' 'pears'; known: pairs, symbols"),
+        ({"task_parameters": {"pairs": 17}}, r"symbols must be at least pairs \(17\).* got 16"),
+    ],
+)
+def test_bad_run_is_refused(change, message):
+    with pytest.raises(InvalidValueError, match=message):
+        RunSpec(**change)
+
+
+@pytest.mark.parametrize("change", [{"d_k": 6.4}, {"steps": "600"}, {"batch": True}, {"scale": 0.5}, {"lr": "fast"}])
+def test_wrong_type_is_refused(change):
+    with pytest.raises(InvalidTypeError, match=next(iter(change))):
+        RunSpec(**change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scales": ()}, "scales must name at least one value"),
+        ({"lrs": (1e-3, 1e-3)}, "lrs must not repeat a value"),
+        ({"seeds": 0}, "seeds must be at least 1, got 0"),
+        ({"seeds": (1, 1)}, "seeds must not repeat"),
+        ({"inits": ("unit", "zeros")}, "unknown init 'zeros'"),
+    ],
+)
+def test_bad_grid_is_refused(change, message):
+    with pytest.raises(InvalidValueError, match=message):
+        AblationSpec(**change)
+
+
+def test_a_single_text_is_not_a_list_of_scales():
+    with pytest.raises(InvalidTypeError, match="scales must be a sequence, got str 'sqrt'"):
+        AblationSpec(scales="sqrt")
+
+
+def test_import_of_the_lab_loads_no_torch():
+    code = "import sys, sqrtdk.lab; sqrtdk.lab.AblationSpec().runs(); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,236 @@
+"""Sweeps: nothing finished is lost, by a failure, a dead worker, an interrupt or a kill."""
+
+import multiprocessing
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+
+import pytest
+
+from sqrtdk.errors import InvalidTypeError, InvalidValueError, MissingExtraError
+from sqrtdk.lab import AblationSpec, Store, ablate, run_all, swap_scale
+from sqrtdk.lab import RunSpec as Spec
+from sqrtdk.lab import sweep as sweep_module
+
+SMALL = {"d_model": 16, "steps": 10, "batch": 4}
+
+
+def grid(count, **changes):
+    return [Spec(**{**SMALL, **changes}, seed=seed) for seed in range(count)]
+
+
+def losses(records):
+    return [record.row["final_loss"] for record in records]
+
+
+def test_records_come_in_the_order_of_the_specs_and_are_reused():
+    specs = grid(3)
+    with Store(None) as store:
+        first = run_all(specs, store, workers=1)
+        assert [record.row["seed"] for record in first] == [0, 1, 2]
+        told = []
+        again = run_all(specs[::-1] + specs[:1], store, workers=1, progress=told.append)
+    assert again == [*first[::-1], first[0]]
+    assert [(state.done, state.total, state.reused) for state in told] == [(3, 3, 3)]
+    assert told[0].remaining == 0.0
+
+
+def test_progress_counts_up_to_the_end(monkeypatch):
+    monkeypatch.setattr(sweep_module, "_REPORT_SECONDS", 0.0)
+    specs = grid(3)
+    with Store(None) as store:
+        run_all(specs[:1], store, workers=1)
+        told = []
+        run_all(specs, store, workers=1, progress=told.append)
+    assert (told[0].done, told[0].total, told[0].reused, told[0].remaining) == (1, 3, 1, None)
+    assert told[0].fraction == pytest.approx(1 / 3)
+    assert (told[-1].done, told[-1].fraction, told[-1].remaining) == (3, 1.0, 0.0)
+    fractions = [state.fraction for state in told]
+    assert fractions == sorted(fractions)
+    assert len(set(fractions)) > 10, "progress inside a run must be told too"
+    assert all(state.remaining is not None and state.remaining >= 0.0 for state in told[1:])
+
+
+def test_a_failing_run_does_not_lose_the_others(monkeypatch):
+    from sqrtdk.lab import train
+
+    real = train.train
+
+    def breaking(spec, report=None):
+        if spec.seed == 1:
+            raise RuntimeError("out of paper")
+        return real(spec, report)
+
+    monkeypatch.setattr(train, "train", breaking)
+    with Store(None) as store:
+        records = run_all(grid(3), store, workers=1)
+        assert [record.row["status"] for record in records] == ["done", "failed", "done"]
+        assert records[1].row["message"] == "RuntimeError: out of paper"
+        monkeypatch.undo()
+        assert [record.row["status"] for record in run_all(grid(3), store, workers=1)] == ["done"] * 3
+
+
+@pytest.mark.parametrize(("workers", "error"), [(0, InvalidValueError), (1.5, InvalidTypeError)])
+def test_bad_workers_are_refused(workers, error):
+    with Store(None) as store, pytest.raises(error, match="workers must be"):
+        run_all(grid(1), store, workers=workers)
+
+
+def test_without_torch_the_extra_is_named(monkeypatch):
+    monkeypatch.setattr(sweep_module.importlib.util, "find_spec", lambda name: None)
+    with Store(None) as store, pytest.raises(MissingExtraError, match=r"sqrtdk\[torch\]"):
+        run_all(grid(1), store, workers=1)
+
+
+def test_ablation_record_is_complete():
+    record = ablate(AblationSpec(**SMALL, seeds=2, lrs=(1e-3, 3e-3)), workers=1)
+    assert record.kind == "ablation"
+    assert [len(record.tables[name]) for name in ("runs", "summary", "best", "comparisons")] == [12, 6, 3, 6]
+    curves = record.curves["runs"]
+    assert len(curves) == 12
+    assert {"scale", "seed", "init", "lr", "d_k", "step", "loss", "grad_q", "jacobian_trace"} <= set(curves[0])
+    assert any("solved by 0 of 2 seeds" in sentence for sentence in record.reading)
+    assert {"runs", "summary", "curves", "reading", "spec_hash"} <= set(record.as_json())
+
+
+def test_swap_record_holds_the_stages_side_by_side():
+    base = Spec(d_model=16, batch=4)
+    record = swap_scale(base, seeds=2, start_steps=8, steps=5, workers=1)
+    alone = ablate(AblationSpec(d_model=16, batch=4, scales=("sqrt",), seeds=2, steps=8), workers=1)
+    scratch = ablate(AblationSpec(d_model=16, batch=4, scales=("none",), seeds=2, steps=5), workers=1)
+    rows = record.tables["swap"]
+    assert [row["trained_loss"] for row in rows] == [row["final_loss"] for row in alone.tables["runs"]]
+    assert [row["scratch_loss"] for row in rows] == [row["final_loss"] for row in scratch.tables["runs"]]
+    assert [row["stage"] for row in record.tables["summary"]] == ["trained", "swapped", "continued", "scratch"]
+    middle = record.tables["summary"][1]
+    assert middle["loss_median"] == pytest.approx(sum(row["swapped_loss"] for row in rows) / 2)
+    assert "none in place of sqrt" in middle["meaning"]
+
+
+@pytest.mark.slow
+def test_processes_give_the_same_numbers_as_one(tmp_path):
+    specs = grid(4)
+    with Store(None) as alone, Store(tmp_path / "runs.sqlite") as shared:
+        here = run_all(specs, alone, workers=1)
+        there = run_all(specs, shared, workers=2)
+    assert losses(here) == losses(there)
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.slow
+def test_a_dead_worker_fails_its_run_alone():
+    killed = []
+
+    def kill_once(state):
+        if state.fraction > 0.0 and not killed:
+            victim = multiprocessing.active_children()[0]
+            killed.append(victim.pid)
+            os.kill(victim.pid, signal.SIGKILL)
+
+    with Store(None) as store:
+        records = run_all(grid(5, steps=300), store, workers=2, progress=kill_once)
+    statuses = sorted(record.row["status"] for record in records)
+    assert statuses == ["done"] * 4 + ["failed"]
+    assert any("exit code -9" in record.row.get("message", "") for record in records)
+
+
+@pytest.mark.slow
+def test_an_interrupt_stops_the_workers_and_keeps_what_is_done(tmp_path):
+    def interrupt(state):
+        if state.done == 1:
+            raise KeyboardInterrupt
+
+    path = tmp_path / "runs.sqlite"
+    with Store(path) as store, pytest.raises(KeyboardInterrupt):
+        run_all(grid(6, steps=100), store, workers=2, progress=interrupt)
+    assert not multiprocessing.active_children()
+    with Store(path) as store:
+        assert len(store) == 1
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from sqrtdk.lab import AblationSpec, ablate
+
+if __name__ == "__main__":
+    spec = AblationSpec(scales=("none", "sqrt"), seeds=int(sys.argv[2]), steps=int(sys.argv[3]), d_model=16, batch=4)
+    ablate(spec, store=Path(sys.argv[1]), workers=2)
+"""
+
+
+def start_sweep(folder, path, seeds, steps):
+    script = folder / "sweep_script.py"
+    script.write_text(SCRIPT)
+    return subprocess.Popen([sys.executable, str(script), str(path), str(seeds), str(steps)])
+
+
+def count_runs(path):
+    if not path.exists():
+        return 0
+    connection = sqlite3.connect(path, timeout=30)
+    try:
+        return connection.execute("SELECT COUNT(*) FROM runs").fetchone()[0]
+    except sqlite3.OperationalError:
+        return 0
+    finally:
+        connection.close()
+
+
+def children_of(pid):
+    with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as listing:
+        return [int(child) for child in listing.read().split()]
+
+
+def wait_until(condition, seconds):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"did not happen within {seconds} s"
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="reads /proc")
+def test_a_killed_sweep_keeps_its_runs_leaves_no_orphans_and_goes_on(tmp_path):
+    path = tmp_path / "runs.sqlite"
+    sweep = start_sweep(tmp_path, path, seeds=20, steps=120)
+    try:
+        wait_until(lambda: count_runs(path) >= 3, 90)
+        children = children_of(sweep.pid)
+        assert len(children) >= 2
+    finally:
+        sweep.send_signal(signal.SIGKILL)
+        sweep.wait()
+    wait_until(lambda: not any(os.path.exists(f"/proc/{child}") for child in children), 20)
+    kept = count_runs(path)
+    assert 3 <= kept < 40, "the kill must come in the middle"
+
+    spec = AblationSpec(scales=("none", "sqrt"), seeds=20, steps=120, d_model=16, batch=4)
+    told = []
+    record = ablate(spec, store=path, workers=1, progress=told.append)
+    assert told[0].reused == kept
+    assert [row["status"] for row in record.tables["runs"]] == ["done"] * 40
+    with Store(None) as fresh:
+        again = run_all(spec.runs()[:2], fresh, workers=1)
+    assert losses(again) == [row["final_loss"] for row in record.tables["runs"][:2]]
+
+
+@pytest.mark.slow
+def test_two_sweeps_share_a_new_file(tmp_path):
+    path = tmp_path / "runs.sqlite"
+    sweeps = [start_sweep(tmp_path, path, seeds=3, steps=40) for _ in range(2)]
+    assert [sweep.wait(timeout=120) for sweep in sweeps] == [0, 0]
+    assert count_runs(path) == 6
+
+
+@pytest.mark.slow
+def test_an_unguarded_script_is_told_so(tmp_path):
+    script = tmp_path / "unguarded.py"
+    script.write_text(SCRIPT.replace('if __name__ == "__main__":', "if True:"))
+    command = [sys.executable, str(script), str(tmp_path / "runs.sqlite"), "2", "5"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode != 0
+    assert "guarded by" in result.stderr

@@ -1,0 +1,128 @@
+"""Training: repeatable, paired across policies, honest about divergence, and it learns."""
+
+import numpy as np
+import pytest
+import torch
+
+from sqrtdk.lab import RunSpec
+from sqrtdk.lab.store import CURVES
+from sqrtdk.lab.train import _Run, train
+
+SMALL = {"d_model": 16, "d_k": 16, "steps": 12, "batch": 4, "record_every": 5}
+
+
+def numbers(record):
+    return {name: value for name, value in record.row.items() if name != "seconds"}, record.curves
+
+
+def test_same_spec_same_numbers():
+    first, again = train(RunSpec(**SMALL)), train(RunSpec(**SMALL))
+    assert numbers(first) == numbers(again)
+    assert numbers(train(RunSpec(**SMALL, seed=1)))[1] != first.curves
+
+
+def test_threads_do_not_change_the_numbers_and_are_given_back():
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = numbers(train(RunSpec(**SMALL)))
+        torch.set_num_threads(2)
+        assert numbers(train(RunSpec(**SMALL))) == one
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_policies_see_the_same_data_in_the_same_order():
+    seen = {}
+    for scale in ("none", "sqrt", "cosine"):
+        run = _Run(RunSpec(**SMALL, scale=scale, seed=3), None)
+        drawn = [run.task.draw(run.rng, 4).tokens for _ in range(3)]
+        seen[scale] = np.concatenate(drawn)
+    np.testing.assert_array_equal(seen["none"], seen["sqrt"])
+    np.testing.assert_array_equal(seen["none"], seen["cosine"])
+
+
+def test_curves_have_a_point_every_few_steps_and_the_last():
+    record = train(RunSpec(**SMALL))
+    assert record.curves["step"] == [0, 5, 10, 11]
+    assert set(record.curves) == set(CURVES)
+    for name in CURVES:
+        assert len(record.curves[name]) == 4
+        assert np.isfinite(record.curves[name]).all()
+    assert min(record.curves["grad_q"]) > 0.0
+    assert 0.0 < min(record.curves["entropy_ratio"]) < max(record.curves["entropy_ratio"]) <= 1.0
+
+
+def test_loss_of_a_point_is_the_mean_since_the_point_before():
+    every = train(RunSpec(**{**SMALL, "record_every": 1})).curves["loss"]
+    sparse = train(RunSpec(**SMALL)).curves["loss"]
+    expected = [every[0], np.mean(every[1:6]), np.mean(every[6:11]), every[11]]
+    np.testing.assert_allclose(sparse, expected, rtol=1e-12)
+
+
+def test_divergence_is_a_result():
+    record = train(RunSpec(**SMALL, lr=1e30))
+    assert record.row["status"] == "diverged"
+    assert record.row["final_loss"] is None
+    assert record.row["solved"] is False
+    assert np.isfinite(record.curves["loss"]).all()
+
+
+def test_divergence_before_a_swap_is_a_result_too():
+    record = train(RunSpec(**SMALL, lr=1e30, start_scale="sqrt", start_steps=5))
+    assert record.row["status"] == "diverged"
+    assert record.row["swapped_loss"] is None
+
+
+def test_swap_trains_with_one_scale_and_goes_on_with_the_other():
+    swapped = train(RunSpec(**SMALL, scale="none", start_scale="sqrt", start_steps=10))
+    alone = train(RunSpec(**{**SMALL, "steps": 10}, scale="sqrt"))
+    assert swapped.row["start_loss"] == alone.row["final_loss"]
+    assert swapped.row["swapped_loss"] != swapped.row["start_loss"]
+    assert swapped.row["final_loss"] != swapped.row["swapped_loss"]
+    assert swapped.curves["step"] == [0, 5, 9, 10, 15, 20, 21]
+
+
+def test_steps_to_threshold_reads_the_curve_from_the_swap_on():
+    run = _Run(RunSpec(**SMALL, scale="none", start_scale="sqrt", start_steps=10), None)
+    run.curves["step"], run.curves["loss"] = [0, 9, 15, 20], [3.0, 0.1, 2.0, 0.2]
+    assert run.steps_to_threshold() == 10
+    run.curves["loss"] = [3.0, 0.1, 2.0, 2.0]
+    assert run.steps_to_threshold() is None
+
+
+def test_report_counts_the_updates():
+    steps = []
+    train(RunSpec(**SMALL, start_scale="none", start_steps=2), steps.append)
+    assert steps == list(range(1, 15))
+
+
+@pytest.mark.parametrize(
+    "scale", ["fixed:10", "temperature:0.5", "mup", "log_n", "yarn:4", "llama4", "cosine", "qk_norm"]
+)
+def test_every_policy_trains(scale):
+    record = train(RunSpec(**SMALL, scale=scale))
+    assert record.row["status"] == "done"
+    assert record.row["scale"] == scale
+
+
+def test_text_trains_and_names_its_data():
+    record = train(RunSpec(**{**SMALL, "steps": 30}, task="text", task_parameters={"context": 16}))
+    assert record.curves["loss"][-1] < record.curves["loss"][0]
+    assert len(record.row["data_sha256"]) == 64
+    assert record.row["context"] == 16
+
+
+@pytest.mark.slow
+def test_recall_is_learned_with_sqrt_and_not_without_scale():
+    """Seeds 0 and 1 at the documented defaults: 2 layers, one head, dₖ = 64, Adam 1e-3, 600 steps."""
+    for seed in (0, 1):
+        scaled, unscaled = (train(RunSpec(scale=scale, seed=seed)).row for scale in ("sqrt", "none"))
+        assert scaled["solved"]
+        assert scaled["final_loss"] < 0.05
+        assert scaled["final_accuracy"] > 0.99
+        assert scaled["steps_to_threshold"] < 600
+        assert not unscaled["solved"]
+        assert unscaled["final_loss"] > 2.0
+        assert unscaled["steps_to_threshold"] is None

@@ -1,0 +1,275 @@
+"""Row statistics against arbitrary precision, their bounds, and the summaries that merge."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import exact_row
+
+from sqrtdk import AttentionStatistics, HeadSummary, SqrtdkError, attention
+from sqrtdk.statistics import BIN_EDGES, SUMMARISED, Moments
+
+FIELDS = (
+    "logsumexp",
+    "entropy",
+    "max_weight",
+    "tail_weight",
+    "sum_p2",
+    "sum_p3",
+    "jacobian_trace",
+    "jacobian_norm",
+    "logit_variance",
+)
+
+
+def rows_of(logits):
+    """Statistics of rows whose logits are given: dₖ = 1, q = 1, scale = 1, so k is the logits."""
+    k = np.atleast_2d(np.asarray(logits, dtype=np.float64))[:, :, None]
+    q = np.ones((k.shape[0], 1, 1))
+    return attention(q, k, np.zeros((*k.shape[:2], 0)), scale=1.0).statistics
+
+
+def one_ulp(n, rng):
+    return np.where(rng.random(n) < 0.5, 1000.0, np.nextafter(1000.0, 2000.0))
+
+
+def with_peak(height, at):
+    def build(n, rng):
+        x = rng.standard_normal(n)
+        x[at(n)] += height
+        return x
+
+    return build
+
+
+ADVERSARIES = {
+    "normal": lambda n, rng: rng.standard_normal(n),
+    "constant": lambda n, rng: np.full(n, 0.1),
+    "large mean": lambda n, rng: 1e6 + rng.standard_normal(n),
+    "large negative mean": lambda n, rng: -1e8 + rng.standard_normal(n),
+    "one ulp": one_ulp,
+    "peak 25": with_peak(25.0, lambda n: n // 2),
+    "peak 60": with_peak(60.0, lambda n: n - 1),
+    "peak 300": with_peak(300.0, lambda n: n // 3),
+    "sink at key 0": with_peak(12.0, lambda n: 0),
+    "two equal peaks": lambda n, rng: np.where(np.arange(n) < 2, 40.0, rng.standard_normal(n)),
+    "ramp": lambda n, rng: np.linspace(-50.0, 50.0, n),
+    "steep ramp": lambda n, rng: np.arange(n)[::-1] * 1.0,
+    "wild": lambda n, rng: 1e4 * rng.standard_normal(n),
+    "huge": lambda n, rng: 1e30 * rng.standard_normal(n),
+}
+
+
+def assert_exact(logits, relative=1e-9):
+    """The contract is 1e-6; float64 all the way gives better, and a loss of digits should show."""
+    rows, exact = rows_of(logits), exact_row(logits)
+    for name in FIELDS:
+        found, expected = float(np.asarray(getattr(rows, name))[0, 0]), float(exact[name])
+        # Squares of weights below 1e-150 are not float64 numbers.
+        assert found == pytest.approx(expected, rel=relative, abs=1e-150 if "norm" in name else 1e-300), name
+    # A mean may be zero by cancellation: its rounding is relative to the logits.
+    spread = float(np.abs(logits).max())
+    assert float(rows.logit_mean[0, 0]) == pytest.approx(float(exact["logit_mean"]), rel=1e-12, abs=1e-13 * spread)
+    assert float(rows.max_logit[0, 0]) == float(exact["max_logit"]) == logits[int(rows.max_key[0, 0])]
+    assert int(rows.visible_keys[0, 0]) == len(logits)
+
+
+@pytest.mark.parametrize("family", ADVERSARIES)
+@pytest.mark.parametrize("n", [1, 2, 3, 17, 127, 1024])
+def test_statistics_are_those_of_arbitrary_precision(family, n):
+    assert_exact(ADVERSARIES[family](n, np.random.default_rng(n)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "n"),
+    [
+        ("normal", 20011),
+        ("one ulp", 20011),
+        ("large mean", 20011),
+        ("peak 25", 20011),
+        ("peak 60", 131072),
+        ("one ulp", 131072),
+        ("sink at key 0", 65536),
+        ("ramp", 65536),
+    ],
+)
+def test_long_rows_are_those_of_arbitrary_precision(family, n):
+    assert_exact(ADVERSARIES[family](n, np.random.default_rng(n)))
+
+
+@pytest.mark.parametrize("height", [1.0, 40.0, 46.0, 100.0, 300.0])
+def test_one_hot_rows_keep_their_small_numbers(height):
+    """1 − Σp² of a row that is one-hot but for e^−300 is 2e^−300, not 0."""
+    rows, exact = rows_of([height, 0.0, 0.0]), exact_row([height, 0.0, 0.0])
+    for name in ("jacobian_trace", "jacobian_norm", "entropy", "tail_weight"):
+        assert float(np.asarray(getattr(rows, name))[0, 0]) == pytest.approx(float(exact[name]), rel=1e-12), name
+        assert float(np.asarray(getattr(rows, name))[0, 0]) > 0
+
+
+def assert_bounds(rows):
+    n = rows.visible_keys.astype(np.float64)
+    assert (rows.entropy >= 0).all()
+    assert (rows.entropy <= np.log(n)).all()
+    assert (rows.sum_p2 >= 1 / n).all()
+    assert (rows.sum_p2 <= 1).all()
+    assert (rows.logit_variance >= 0).all()
+    assert (rows.score_variance >= 0).all()
+    assert (rows.max_weight >= 1 / n).all()
+    assert (rows.jacobian_trace >= 0).all()
+    assert (rows.jacobian_trace <= 1 - 1 / n).all()
+    assert (rows.effective_keys <= n).all()
+    several = n > 1
+    assert (rows.entropy_ratio[several] <= 1).all()
+
+
+@pytest.mark.parametrize("family", ADVERSARIES)
+def test_bounds_hold_to_the_last_bit(family):
+    for n in (1, 2, 3, 5, 7, 10, 49, 127, 1000, 4099):
+        rng = np.random.default_rng(n)
+        assert_bounds(rows_of(np.stack([ADVERSARIES[family](n, rng) for _ in range(20)])))
+
+
+def test_bounds_hold_for_nearly_uniform_rows():
+    rng = np.random.default_rng(0)
+    for n in range(1, 300):
+        assert_bounds(rows_of(np.array([[1e-3], [1e-8], [1e-15], [0.0]]) * rng.standard_normal((4, n))))
+
+
+def test_a_row_that_sees_nothing_has_the_documented_values():
+    rows = attention(np.ones((1, 2)), np.ones((3, 2)), np.ones((3, 2)), mask=np.zeros(3, bool)).statistics
+    zero = ("entropy", "tail_weight", "sum_p2", "sum_p3", "max_weight", "effective_keys", "jacobian_trace")
+    assert all(getattr(rows, name)[0] == 0 for name in (*zero, "jacobian_norm", "sink_weight", "visible_keys"))
+    assert rows.max_key[0] == -1
+    assert all(getattr(rows, name)[0] == -np.inf for name in ("max_logit", "score_max", "logsumexp"))
+    missing = ("logit_mean", "logit_variance", "score_variance", "entropy_ratio", "saturation_index")
+    assert all(np.isnan(getattr(rows, name)[0]) for name in missing)
+
+
+def test_one_key_has_no_ratio_and_no_index():
+    rows = rows_of([3.0])
+    assert np.isnan(rows.entropy_ratio)
+    assert np.isnan(rows.saturation_index)
+    assert (rows.entropy, rows.sum_p2, rows.logit_variance, rows.jacobian_norm) == (0, 1, 0, 0)
+
+
+def test_derived_numbers_by_hand():
+    rows = rows_of([math.log(6), math.log(3), math.log(1)])  # weights 0.6, 0.3, 0.1
+    assert rows.shape == (1, 1)
+    assert float(rows.sum_p2[0, 0]) == pytest.approx(0.46)
+    assert float(rows.sum_p3[0, 0]) == pytest.approx(0.244)
+    assert float(rows.effective_keys[0, 0]) == pytest.approx(1 / 0.46)
+    assert float(rows.max_weight[0, 0]) == pytest.approx(0.6)
+    assert float(rows.jacobian_trace[0, 0]) == pytest.approx(0.54)
+    assert float(rows.jacobian_norm[0, 0]) == pytest.approx(math.sqrt(0.46 - 0.488 + 0.46**2))
+    assert float(rows.entropy_ratio[0, 0]) == pytest.approx(0.8979457 / math.log(3), rel=1e-6)
+    sigma = np.std([math.log(6), math.log(3), 0.0])
+    assert float(rows.saturation_index[0, 0]) == pytest.approx(sigma / math.sqrt(2 * math.log(3)))
+
+
+def statistics_of_noise(seed, batch, queries, sharpness=1.0):
+    q, k, v = np.random.default_rng(seed).standard_normal((3, batch, 3, queries, 4))
+    return attention(sharpness * q, k, v, causal=True).statistics
+
+
+def join(parts):
+    """Rows of several batches as one `AttentionStatistics`."""
+    names = [item.name for item in dataclasses.fields(AttentionStatistics)]
+    return AttentionStatistics(**{name: np.concatenate([getattr(p, name) for p in parts]) for name in names})
+
+
+@settings(deadline=None, max_examples=25, derandomize=True)
+@given(
+    sizes=st.lists(st.integers(0, 4), min_size=2, max_size=5),
+    queries=st.integers(1, 6),
+    sharpness=st.sampled_from([0.0, 0.1, 1.0, 30.0]),
+)
+def test_merged_summaries_equal_the_whole(sizes, queries, sharpness):
+    parts = [statistics_of_noise(seed, size, queries, sharpness) for seed, size in enumerate(sizes)]
+    whole = HeadSummary.of(join(parts))
+    merged = HeadSummary.of(parts[0])
+    for part in parts[1:]:
+        merged = merged.merge(HeadSummary.of(part))
+    assert tuple(whole.moments) == SUMMARISED
+    for name in SUMMARISED:
+        one, other = whole[name], merged[name]
+        for exact in ("count", "left_out", "histogram", "least", "largest"):
+            np.testing.assert_array_equal(getattr(one, exact), getattr(other, exact), err_msg=name)
+        np.testing.assert_allclose(other.mean, one.mean, rtol=1e-12, atol=1e-14, err_msg=name)
+        np.testing.assert_allclose(other.m2, one.m2, rtol=1e-12, atol=1e-25, err_msg=name)
+        np.testing.assert_array_equal(other.quantile(0.5), one.quantile(0.5), err_msg=name)
+
+
+def test_a_summary_is_the_mean_and_variance_of_each_heads_rows():
+    rows = statistics_of_noise(5, 4, 7)
+    summary = HeadSummary.of(rows)
+    assert summary.heads == 3
+    for head in range(3):
+        values = rows.entropy[:, head].ravel()
+        assert summary["entropy"].count[head] == 28
+        assert summary["entropy"].mean[head] == pytest.approx(values.mean(), rel=1e-13)
+        assert summary["entropy"].variance[head] == pytest.approx(values.var(), rel=1e-13)
+        assert summary["entropy"].largest[head] == values.max()
+        ratio = summary["entropy_ratio"]  # the first query sees one key and has no ratio
+        assert (ratio.count[head], ratio.left_out[head]) == (24, 4)
+
+
+def test_rows_that_see_nothing_are_counted_and_left_out():
+    q, k, v = np.random.default_rng(1).standard_normal((3, 2, 6, 4))
+    mask = np.ones((6, 6), bool)
+    mask[:2] = False
+    rows = attention(q, k, v, mask=mask).statistics
+    summary = HeadSummary.of(rows)
+    for name in SUMMARISED:
+        left_out = [0, 0] if name == "visible_keys" else [2, 2]
+        assert summary[name].left_out.tolist() == left_out, name
+    np.testing.assert_allclose(summary["entropy"].mean, rows.entropy[:, 2:].mean(axis=1), rtol=1e-14)
+    nothing = HeadSummary.of(attention(q, k, v, mask=np.zeros((6, 6), bool)).statistics)
+    assert np.isnan(nothing["entropy"].mean).all()
+    assert np.isnan(nothing["entropy"].variance).all()
+    assert np.isnan(nothing["entropy"].quantile(0.5)).all()
+    again = nothing.merge(summary)
+    np.testing.assert_array_equal(again["entropy"].mean, summary["entropy"].mean)
+
+
+def test_summaries_of_no_rows():
+    for shape in [(2, 3, 0, 4), (0, 3, 5, 4)]:
+        q = np.zeros(shape)
+        summary = HeadSummary.of(attention(q, q, q).statistics)
+        assert summary["entropy"].count.tolist() == [0, 0, 0]
+    assert HeadSummary.of(attention(np.zeros((2, 4)), np.zeros((2, 4)), np.zeros((2, 4))).statistics).heads == 1
+
+
+@settings(deadline=None, max_examples=50, derandomize=True)
+@given(
+    values=st.lists(st.floats(-1e8, 1e8), min_size=1, max_size=60),
+    probability=st.sampled_from([0.0, 0.05, 0.25, 0.5, 0.9, 1.0]),
+)
+def test_quantiles_are_within_the_bin_of_the_true_one(values, probability):
+    found = Moments.of(np.array([values])).quantile(probability)[0]
+    rank = max(math.ceil(probability * len(values)), 1)
+    expected = sorted(values)[rank - 1]
+    assert abs(found - expected) <= max(0.03 * abs(expected), 1e-3)
+    assert min(values) <= found <= max(values)
+
+
+def test_bins_are_fixed_and_symmetric():
+    assert len(BIN_EDGES) == 1922
+    np.testing.assert_array_equal(BIN_EDGES, -BIN_EDGES[::-1])
+    assert (np.diff(BIN_EDGES) > 0).all()
+
+
+def test_a_wrong_summary_call_says_what_came():
+    summary = HeadSummary.of(statistics_of_noise(0, 1, 2))
+    with pytest.raises(SqrtdkError, match=r"statistics must be AttentionStatistics, got ndarray"):
+        HeadSummary.of(np.zeros(3))
+    with pytest.raises(SqrtdkError, match=r"unknown row statistic 'entropie'; known: .*entropy"):
+        summary["entropie"]
+    with pytest.raises(SqrtdkError, match=r"probability must lie in \[0, 1\], got 1.5"):
+        summary["entropy"].quantile(1.5)
+    other = HeadSummary.of(attention(*np.zeros((3, 2, 2, 4))).statistics)
+    with pytest.raises(SqrtdkError, match=r"other must have 3 heads, got 2"):
+        summary.merge(other)
