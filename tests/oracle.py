@@ -1,4 +1,4 @@
-"""Attention written out key by key from its definition, sharing no code with the package: what the tests compare with."""
+"""Attention written out key by key from its definition, sharing no code with the package: what tests compare with."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _mean_and_variance(x):
 
 
 def describe_row(logits, scores, keys, sink):
-    """The row statistics of a row that sees `keys` with these logits and scores; empty lists for one that sees nothing."""
+    """The statistics of a row that sees `keys` with these logits and scores; empty lists where it sees nothing."""
     if not keys:
         seen_nothing = dict.fromkeys(ROW_FIELDS, 0.0) | {"visible_keys": 0, "max_key": -1}
         seen_nothing |= dict.fromkeys(("max_logit", "logsumexp", "score_max"), -math.inf)

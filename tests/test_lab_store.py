@@ -89,7 +89,7 @@ def test_a_missing_folder_and_a_folder_are_refused(tmp_path):
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder where not even root may write")
 def test_a_place_that_cannot_be_written_is_refused():
-    with pytest.raises(InvalidValueError, match="must be a file that can be written, got /proc/runs.sqlite"):
+    with pytest.raises(InvalidValueError, match=r"must be a file that can be written, got /proc/runs\.sqlite"):
         Store(Path("/proc/runs.sqlite"))
 
 

@@ -79,6 +79,7 @@ def test_summary_by_hand():
     assert row["final_loss_iqr"] == [pytest.approx(0.175), None]
     assert row["solved_fraction"] == 0.5
     assert row["steps_to_threshold_median"] == 200
+    assert row["reached_threshold"] == 2
     assert (row["n"], row["diverged"], row["failed"]) == (4, 1, 1)
 
 
@@ -157,8 +158,17 @@ def test_reading_says_what_the_numbers_say():
     assert "the loss is 2.59 above" in text
     assert "higher in 3 and lower in 0 of 3 seeds, p = 0.25" in text
     assert "not a confidence interval" in text
+    assert "the training loss got below the threshold in 3 of 3, after 200 steps" in text
     # The same rows with the roles exchanged must read the other way round.
     swapped = [{**row, "scale": "none" if row["scale"] == "sqrt" else "sqrt"} for row in rows]
     best = choose_best(summarise(swapped))
     text = " ".join(_read(Recall(), best, compare(swapped, best)))
     assert "the loss is 2.59 below" in text
+
+
+def test_reading_of_equal_policies_and_of_a_policy_that_only_failed():
+    rows = [run("sqrt", 0, 0.3), run("mup", 0, 0.3), run("none", 0, None, status="failed")]
+    best = choose_best(summarise(rows))
+    text = " ".join(_read(Recall(), best, compare(rows, best)))
+    assert "mup (unit init, dₖ = 64, lr 0.001) against sqrt (unit init, lr 0.001): the losses are equal" in text
+    assert "none (unit init, dₖ = 64, lr 0.001): every run failed." in text

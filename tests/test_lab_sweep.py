@@ -73,6 +73,23 @@ def test_a_failing_run_does_not_lose_the_others(monkeypatch):
         assert [record.row["status"] for record in run_all(grid(3), store, workers=1)] == ["done"] * 3
 
 
+def test_a_run_that_another_sweep_finished_meanwhile_is_not_repeated():
+    specs = grid(2)
+    with Store(None) as store:
+        (theirs,) = run_all(specs[1:], store, workers=1)
+    told = []
+    with Store(None) as store:
+
+        def put_theirs(state):
+            told.append(state)
+            if state.done == 1:
+                store.put(specs[1], theirs)
+
+        records = run_all(specs, store, workers=1, progress=put_theirs)
+    assert records[1] == theirs  # seconds included: the very run, not its repetition
+    assert (told[-1].done, told[-1].reused, told[-1].remaining) == (2, 1, 0.0)
+
+
 @pytest.mark.parametrize(("workers", "error"), [(0, InvalidValueError), (1.5, InvalidTypeError)])
 def test_bad_workers_are_refused(workers, error):
     with Store(None) as store, pytest.raises(error, match="workers must be"):

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import exact_row
 
+from oracle import exact_row
 from sqrtdk import AttentionStatistics, HeadSummary, SqrtdkError, attention
 from sqrtdk.statistics import BIN_EDGES, SUMMARISED, Moments
 

@@ -36,7 +36,9 @@ Workers = Annotated[int | None, typer.Option(help="Training processes; default: 
 
 @app.command(epilog="Example: sqrtdk claims soft grad.vanish --markdown")
 def claims(
-    ids: Annotated[list[str] | None, typer.Argument(help="Claims or groups (op, var, soft, grad, scale); none: all.")] = None,
+    ids: Annotated[
+        list[str] | None, typer.Argument(help="Claims or groups (op, var, soft, grad, scale); none: all.")
+    ] = None,
     seed: Seed = 0,
     seeds: Annotated[int, typer.Option(help="Training runs per setting for the claims about learning.", min=1)] = 8,
     steps: Annotated[int, typer.Option(help="Training steps per run.", min=1)] = 600,
@@ -86,14 +88,20 @@ def saturation(
     _present(record, {"sweep": None, "points": None}, json, plot)
 
 
-@app.command(epilog="Example: sqrtdk ablate --scale none,sqrt,inverse --lr 3e-4,1e-3,3e-3 --store runs.sqlite --plot a.html")
+@app.command(
+    epilog="Example: sqrtdk ablate --scale none,sqrt,inverse --lr 3e-4,1e-3,3e-3 --store runs.sqlite --plot a.html"
+)
 def ablate(
     task: Annotated[str, typer.Option(help="recall (associative recall) or text (next character).")] = "recall",
-    scale: Annotated[str, typer.Option(help="Policies, separated by commas: none,sqrt,fixed:10 …")] = "none,sqrt,inverse",
+    scale: Annotated[
+        str, typer.Option(help="Policies, separated by commas: none,sqrt,fixed:10 …")
+    ] = "none,sqrt,inverse",
     d_k: Annotated[str, typer.Option(help="Sizes dₖ, separated by commas.")] = "64",
     seeds: Annotated[int, typer.Option(help="Seeds per setting.", min=1)] = 8,
     steps: Annotated[int, typer.Option(help="Training steps per run.", min=1)] = 600,
-    lr: Annotated[str, typer.Option(help="Learning rates; three or more also compare each policy at its best.")] = "1e-3",
+    lr: Annotated[
+        str, typer.Option(help="Learning rates; three or more also compare each policy at its best.")
+    ] = "1e-3",
     init: Annotated[str, typer.Option(help="unit, torch, xavier or absorbed, separated by commas.")] = "unit",
     control: Annotated[
         bool, typer.Option("--control", help="Add the control: no scale, its factor inside W_q and W_k (absorbed).")
@@ -194,9 +202,9 @@ def report(
     """Claims, exercises and the ablation in one self-contained HTML file, and a summary here."""
     from sqrtdk import terminal
     from sqrtdk.claims import check_claims, run_learning_ablation, run_trained_swap
-    from sqrtdk.report import check_writable, write_report
+    from sqrtdk.report import require_directory, write_report
 
-    check_writable(output)
+    require_directory(output)
     with _effort(seed, seeds, steps, store, workers) as (effort, bar):
         ablation = run_learning_ablation(effort)
         swap = run_trained_swap(effort)
@@ -231,9 +239,7 @@ def _effort(seed: int, seeds: int, steps: int, store: Path | None, workers: int 
         yield Effort(seed, seeds, steps, kept, workers, bar.follow("training")), bar
 
 
-def _present(
-    record: Record, tables: dict[str, Any], json: bool, plot: Path | None, *, curves: bool = True
-) -> None:
+def _present(record: Record, tables: dict[str, Any], json: bool, plot: Path | None, *, curves: bool = True) -> None:
     from sqrtdk import terminal
 
     _draw(record, plot)
@@ -254,9 +260,9 @@ def _draw(record: Record, plot: Path | None) -> None:
 def _require_drawable(plot: Path | None) -> None:
     """Refuse a file that cannot be drawn before hours of work, not after."""
     if plot is not None:
-        from sqrtdk.report import check_drawable
+        from sqrtdk.report import require_drawable
 
-        check_drawable(plot)
+        require_drawable(plot)
 
 
 def _names(option: str, text: str) -> tuple[str, ...]:

@@ -12,9 +12,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from sqrtdk.errors import InvalidValueError
+
 SCHEMA_VERSION = 1
 
 Row = Mapping[str, Any]
+
+_OWN_FIELDS = {"kind", "schema_version", "spec", "spec_hash", "versions", "cpu", "curves", "reading", "headline"}
 
 
 def spec_hash(spec: Mapping[str, Any]) -> str:
@@ -58,6 +62,7 @@ class Record:
         tables: named tables, each a list of flat rows; the first one is the headline table.
         curves: larger numeric material for figures: nested lists or mappings of numbers.
         reading: sentences that say what the numbers show, made from the numbers.
+        headline: the one sentence for a summary; the first of the reading if not given.
     """
 
     kind: str
@@ -65,6 +70,14 @@ class Record:
     tables: Mapping[str, Sequence[Row]]
     curves: Mapping[str, Any] = field(default_factory=dict)
     reading: Sequence[str] = ()
+    headline: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.headline and self.reading:
+            object.__setattr__(self, "headline", self.reading[0])
+        taken = sorted(_OWN_FIELDS & set(self.tables))
+        if taken:
+            raise InvalidValueError(f"tables must not be named like the record's own fields, got {taken}")
 
     def as_json(self) -> dict[str, Any]:
         """The record as plain JSON values; NaN and infinities become null, as JSON has no word for them."""
@@ -78,6 +91,7 @@ class Record:
             **{name: _plain(rows) for name, rows in self.tables.items()},
             "curves": _plain(self.curves),
             "reading": list(self.reading),
+            "headline": self.headline,
         }
 
 
@@ -97,4 +111,4 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    return value
+    return value if isinstance(value, int | float) else str(value)

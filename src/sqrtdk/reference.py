@@ -68,6 +68,12 @@ def scaled_dot_product_attention(
             "Q, K, V must have shapes [..., L, D], [..., S, D], [..., S, V] with the same D and S, "
             f"got {Q.shape}, {K.shape}, {V.shape}"
         )
+    try:
+        np.broadcast_shapes(Q.shape[:-2], K.shape[:-2], V.shape[:-2])
+    except ValueError:
+        raise InvalidValueError(
+            f"Q, K, V must have leading axes that broadcast, got {Q.shape}, {K.shape}, {V.shape}"
+        ) from None
     dtype = np.result_type(Q, K, V)
     dtype = np.dtype(np.float64) if dtype.kind in "biu" else dtype
     Q, K, V = Q.astype(np.float64), K.astype(np.float64), V.astype(np.float64)

@@ -97,6 +97,17 @@ def names() -> list[str]:
     return list(_registry)
 
 
+def policy_type(name: str) -> type[Policy]:
+    """The class behind a name: its formula, its source and its parameters.
+
+    >>> policy_type("inverse").formula
+    '1/dₖ'
+    """
+    if name not in _registry:
+        raise unknown_name("scaling policy", name, names())
+    return _registry[name]
+
+
 def get(name: str, *args: Any, **kwargs: Any) -> Policy:
     """Make a policy from its name and parameters; the text may carry the first parameter: ``"fixed:10"``.
 
@@ -109,17 +120,16 @@ def get(name: str, *args: Any, **kwargs: Any) -> Policy:
         InvalidValueError: unknown name (the message lists the known ones), or bad or missing parameters.
     """
     name, colon, value = name.partition(":")
-    if name not in _registry:
-        raise unknown_name("scaling policy", name, names())
+    kind = policy_type(name)
     if colon:
         try:
             args = (float(value), *args)
         except ValueError:
             raise InvalidValueError(f"the parameter of {name!r} must be a number, got {value!r}") from None
     try:
-        return _registry[name](*args, **kwargs)
+        return kind(*args, **kwargs)
     except TypeError as error:
-        parameters = ", ".join(item.name for item in fields(_registry[name])) or "none"
+        parameters = ", ".join(item.name for item in fields(kind)) or "none"
         raise InvalidValueError(f"policy {name!r} takes the parameters: {parameters} ({error})") from None
 
 
@@ -138,11 +148,16 @@ def resolve(scale: str | Policy | None) -> Policy:
     raise InvalidTypeError(f"scale must be a policy, a policy's name or None here, got {type(scale).__name__}")
 
 
-def _require_positive(name: str, value: Factor) -> None:
-    if np.asarray(value).dtype.kind not in "iuf":
+def _require_finite(name: str, value: Factor, *, positive: bool = False) -> None:
+    array = np.asarray(value)
+    if array.dtype.kind not in "iuf":
         raise InvalidTypeError(f"{name} must be a number, got {value!r}")
-    if not np.all(np.isfinite(value)) or not np.all(np.asarray(value) > 0):
-        raise InvalidValueError(f"{name} must be positive and finite, got {value!r}")
+    if not np.isfinite(array).all() or (positive and not (array > 0).all()):
+        raise InvalidValueError(f"{name} must be {'positive and ' if positive else ''}finite, got {value!r}")
+
+
+def _require_positive(name: str, value: Factor) -> None:
+    _require_finite(name, value, positive=True)
 
 
 @register
@@ -343,6 +358,9 @@ class Cosine(_Normalised):
     name = "cosine"
     formula = "exp(min(s, ln 100))·cos(q, k)"
     source = "Liu et al. 2022 (Swin Transformer V2), eq. 2 and model code"
+
+    def __post_init__(self) -> None:
+        _require_finite("log_scale", self.log_scale)
 
     def factor(self, context: ScaleContext) -> Factor:
         return math.exp(min(self.log_scale, math.log(100.0)))

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -73,6 +74,14 @@ def markdown_table(rows: Sequence[Row], columns: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
+def print_summary(records: Sequence[Record], page: Path) -> None:
+    """Print the few lines that stand above a report: the verdicts, one sentence per record, where the page is."""
+    console = Console(highlight=False)
+    for record in records:
+        console.print(f"[bold]{escape(record.kind):<12}[/]{escape(record.headline)}", soft_wrap=True)
+    console.print(f"[bold]{'page':<12}[/]{escape(str(page))}", soft_wrap=True)
+
+
 class Bar:
     """A line on stderr that says what is going on, how far it is and how long it may take."""
 
@@ -100,5 +109,7 @@ def progress_bar() -> Iterator[Bar]:
     """A progress bar while a command works; without a terminal nothing is drawn."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal) as p:
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
+    ) as p:
         yield Bar(p)

@@ -301,7 +301,8 @@ def entropy_lower_bound(sigma: npt.ArrayLike, n: npt.ArrayLike) -> Array:
     # The gap between the high logit and the others in the extremal row; s√(n/(n−1)) = σ·n/√(n−1).
     gap = sigma * several / np.sqrt(several - 1.0)
     tail = (several - 1.0) * np.exp(-gap)
-    return np.asarray(np.where(n > 1, np.log1p(tail) + gap * tail / (1.0 + tail), 0.0))
+    lifted = np.where(tail > 0, gap, 0.0) * tail / (1.0 + tail)  # an infinite gap has no tail left to lift
+    return np.asarray(np.where(n > 1, np.log1p(tail) + lifted, 0.0))
 
 
 _INITIALISATIONS = {

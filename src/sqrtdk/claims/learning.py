@@ -55,8 +55,8 @@ def _trained(effort: Effort) -> Finding:
     lost = (swapped["loss_median"] or 0.0) > (trained["loss_median"] or 0.0)
     return Finding(
         f"recall, held-out loss (median of {trained['n']} seeds): trained with √dₖ {_loss(trained['loss_median'])}, "
-        f"scale then removed {_loss(swapped['loss_median'])}, trained on without {_loss(continued['loss_median'])}; without "
-        f"from the start {_loss(scratch['loss_median'])} (chance 2.8)",
+        f"scale then removed {_loss(swapped['loss_median'])}, trained on without {_loss(continued['loss_median'])}; "
+        f"without from the start {_loss(scratch['loss_median'])} (chance 2.8)",
         verdict,
         f"From a random start without scale {scratch['solved_fraction']:.0%} of the runs solve the task; "
         f"a trained model that loses its scale still solves it in {swapped['solved_fraction']:.0%}"
@@ -107,6 +107,6 @@ def _explain_learning(fails: bool, control_learns: bool) -> str:
     if not control_learns:
         return "Neither another learning rate nor smaller weights at the start rescue it."
     return (
-        "Unscaled runs from unit-variance q and k fail at every learning rate tried, but the same model without a scale "
-        "learns when its weights start smaller: it is the size of the logits at the start that matters, not the division."
+        "Unscaled runs from unit-variance q and k fail even at their best learning rate, but the same model without a "
+        "scale learns when its weights start smaller: the size of the logits at the start matters, not the division."
     )

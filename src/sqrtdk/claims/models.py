@@ -84,8 +84,9 @@ PUBLISHED = (
     ),
     ModelScale(
         "GPT-Neo 1.3B", 128, 1.0, "gpt-neo-1.3B config.json: hidden_size 2048, 16 heads; no scale in its code",
-        "GPTNeo", {"vocab_size": 32, "hidden_size": 256, "num_heads": 2, "num_layers": 1, "attention_types": [[["global"], 1]],
-         "intermediate_size": 32, "bos_token_id": 1, "eos_token_id": 2},
+        "GPTNeo",
+        {"vocab_size": 32, "hidden_size": 256, "num_heads": 2, "num_layers": 1,
+         "attention_types": [[["global"], 1]], "intermediate_size": 32, "bos_token_id": 1, "eos_token_id": 2},
     ),
     ModelScale(
         "Granite 3.0 8B (muP)", 128, 0.0078125, "granite-3.0-8b-base config.json: attention_multiplier 0.0078125",

@@ -80,6 +80,9 @@ def temperature(
             ]
         },
         reading=_read(rows, d_k, n, draws * queries, seed),
+        headline=f"entropy ratio at dₖ = {d_k}, n = {n}: "
+        + ", ".join(f"{row['entropy_ratio']:.3f} (τ = {row['relative']:g}·√dₖ)" for row in rows)
+        + ".",
     )
 
 

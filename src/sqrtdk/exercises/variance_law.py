@@ -66,7 +66,8 @@ def variance(d_ks: Sequence[int] = (4, 64, 512), samples: int = 20_000, seed: in
         spec={"d_ks": [int(d_k) for d_k in d_ks], "samples": samples, "seed": seed},
         tables={"variance": rows},
         curves={"densities": densities},
-        reading=_read(rows),
+        reading=(sentences := _read(rows)),
+        headline=sentences[-2],
     )
 
 

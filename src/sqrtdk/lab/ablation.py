@@ -52,6 +52,7 @@ def ablate(
         tables={"runs": runs, "summary": summary, "best": best, "comparisons": comparisons},
         curves={"runs": curves_of(records)},
         reading=_read(task, best, comparisons),
+        headline=_headline(task, best),
     )
 
 
@@ -78,6 +79,18 @@ def _read(task: Task, best: Sequence[Mapping[str, Any]], comparisons: Sequence[M
     return sentences
 
 
+def _headline(task: Task, best: Sequence[Mapping[str, Any]]) -> str:
+    several_inits = len({row["init"] for row in best}) > 1
+    parts = [
+        f"{row['scale']}{' (' + row['init'] + ')' if several_inits else ''} {show_loss(row['final_loss_median'])}"
+        for row in best
+    ]
+    return (
+        f"median held-out loss of {best[0]['n']} seeds, each at its best learning rate: {', '.join(parts)}; "
+        f"chance {show_loss(task.chance_loss)}."
+    )
+
+
 def _name(row: Mapping[str, Any]) -> str:
     return f"{row['scale']} ({row['init']} init, dₖ = {row['d_k']}, lr {row['lr']:g})"
 
@@ -98,8 +111,12 @@ def _read_setting(row: Mapping[str, Any]) -> str:
         return f"{_name(row)}: every run failed."
     low, high = row["final_loss_iqr"]
     solved = round(row["solved_fraction"] * row["n"])
-    steps = row["steps_to_threshold_median"]
-    pace = "" if steps is None else f", the training loss below the threshold after {steps:.0f} steps (median)"
+    pace = ""
+    if row["reached_threshold"]:
+        pace = (
+            f"; the training loss got below the threshold in {row['reached_threshold']} of {row['n']}, "
+            f"after {row['steps_to_threshold_median']:.0f} steps (median)"
+        )
     lost = "".join(f"; {row[word]} {word}" for word in ("diverged", "failed") if row[word])
     return (
         f"{_name(row)}: median held-out loss {show_loss(row['final_loss_median'])} "
@@ -114,6 +131,8 @@ def _read_comparison(row: Mapping[str, Any]) -> str:
     else:
         word = "above" if row["median_difference"] > 0 else "below"
         difference = f"the loss is {show_loss(abs(row['median_difference']))} {word} (median of the pairs)"
+    if row["higher"] == row["lower"] == 0:
+        difference = "the losses are equal"
     return (
         f"{_name(row)} against {other}: {difference}, higher in {row['higher']} and lower in {row['lower']} "
         f"of {row['n']} seeds, p = {row['wilcoxon_p']:.2g}."

@@ -127,6 +127,7 @@ class AblationSpec:
         seeds: how many seeds (0, 1, …), or the seeds themselves.
         lrs: learning rates; give three or more to compare each policy at its own best.
         inits: how W_q and W_k begin.
+        also: further (scale, init) pairs beside the grid, such as the control ``("none", "absorbed")``.
 
     >>> len(AblationSpec(scales=("none", "sqrt"), seeds=3).runs())
     6
@@ -139,6 +140,7 @@ class AblationSpec:
     steps: int = 600
     lrs: Sequence[float] = (1e-3,)
     inits: Sequence[str] = ("unit",)
+    also: Sequence[tuple[str, str]] = ()
     heads: int = 1
     layers: int = 2
     d_model: int = 64
@@ -155,7 +157,9 @@ class AblationSpec:
 
     def runs(self) -> list[RunSpec]:
         """The runs, seed by seed, so that a sweep broken off leaves whole pairs to compare."""
-        grid = itertools.product(list_seeds(self.seeds), self.d_ks, self.inits, self.lrs, self.scales)
+        settings = [(scale, init) for init in self.inits for scale in self.scales]
+        settings += [setting for setting in self.also if setting not in settings]
+        grid = itertools.product(list_seeds(self.seeds), self.d_ks, self.lrs, settings)
         return [
             RunSpec(
                 task=self.task,
@@ -173,7 +177,7 @@ class AblationSpec:
                 task_parameters=self.task_parameters,
                 record_every=self.record_every,
             )
-            for seed, d_k, init, lr, scale in grid
+            for seed, d_k, lr, (scale, init) in grid
         ]
 
     def as_dict(self) -> dict[str, Any]:

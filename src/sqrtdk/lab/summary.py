@@ -91,7 +91,7 @@ def summarise(runs: Sequence[RunRow]) -> Rows:
     """One row per setting: median, quartiles, fraction solved, median steps to the threshold, and how many runs.
 
     `final_loss_iqr` is [lower quartile, upper quartile] over the seeds, not a confidence interval.
-    `steps_to_threshold_median` is over the runs that reached it.
+    `steps_to_threshold_median` is over the `reached_threshold` runs whose training loss got below the threshold.
     """
     return [_summarise_setting(setting, rows) for setting, rows in _group(runs).items()]
 
@@ -192,6 +192,7 @@ def _summarise_setting(setting: Setting, rows: Sequence[RunRow]) -> dict[str, An
         "final_accuracy_median": quartiles(accuracies).median if accuracies else None,
         "solved_fraction": sum(bool(row["solved"]) for row in counted) / len(counted) if counted else None,
         "steps_to_threshold_median": quartiles(reached).median if reached else None,
+        "reached_threshold": len(reached),
         "n": len(counted),
         "diverged": sum(row["status"] == "diverged" for row in counted),
         "failed": len(rows) - len(counted),

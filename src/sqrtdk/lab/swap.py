@@ -76,6 +76,7 @@ def swap_scale(
         tables={"swap": rows, "summary": summary},
         curves={"runs": curves_of(records[: len(chosen)]), "scratch": curves_of(records[len(chosen) :])},
         reading=_read(task, summary, rows),
+        headline=_headline(summary),
     )
 
 
@@ -122,6 +123,11 @@ def _summarise_stage(stage: str, words: str, rows: Sequence[Mapping[str, Any]], 
     }
 
 
+def _headline(summary: Sequence[Mapping[str, Any]]) -> str:
+    stages = ", ".join(f"{row['stage']} {show_loss(row['loss_median'])}" for row in summary)
+    return f"the scale taken away from a trained model, median held-out loss: {stages}."
+
+
 def _read(task: Task, summary: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> list[str]:
     sentences = [f"{task.solved_when[0].upper()}{task.solved_when[1:]}."]
     for row in summary:
@@ -138,8 +144,8 @@ def _read(task: Task, summary: Sequence[Mapping[str, Any]], rows: Sequence[Mappi
     reached = [value for row in rows if (value := row["continued_steps_to_threshold"]) is not None]
     if reached:
         sentences.append(
-            f"After the swap the training loss is below the threshold again in {len(reached)} of {len(rows)} seeds, "
-            f"after {quartiles(reached).median:.0f} steps (median; curves have a point every few steps)."
+            f"After the swap the training loss is below the threshold in {len(reached)} of {len(rows)} seeds, "
+            f"first after {quartiles(reached).median:.0f} steps (median)."
         )
     else:
         sentences.append(f"After the swap the training loss reaches the threshold in none of {len(rows)} seeds.")

@@ -117,6 +117,7 @@ class _Sweep:
             spec = self.pending.popleft()
             if not self.reuse(spec):
                 return spec
+            self.tell()
         return None
 
     def finish(self, spec: RunSpec, record: RunRecord) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import secrets
 from pathlib import Path
 
-from sqrtdk.errors import InvalidValueError
+from sqrtdk.errors import InvalidValueError, missing_extra
 from sqrtdk.records import Record
 from sqrtdk.report import matplotlib_renderer, plotly_renderer
 from sqrtdk.report.figure import Figure
@@ -30,12 +31,21 @@ def save_figure(record: Record, path: str | Path) -> Path:
         InvalidValueError: another suffix, a directory that does not exist, or a kind without a figure.
         MissingExtraError: matplotlib (PNG, SVG) or plotly (HTML) is not installed.
     """
+    suffix = require_drawable(path)
+    return write_whole(path, _render(figure_for(record), suffix))
+
+
+def require_drawable(path: str | Path) -> str:
+    """Refuse a path that `save_figure` could not write, before the work that leads to the figure; give its suffix."""
     target = Path(path)
     suffix = target.suffix.lower()
     if suffix not in FORMATS:
         raise InvalidValueError(f"path must end in {', '.join(FORMATS)}, got {str(path)!r}")
+    package = "plotly" if suffix == ".html" else "matplotlib"
+    if importlib.util.find_spec(package) is None:
+        raise missing_extra(package, "report")
     require_directory(target)
-    return write_whole(target, _render(figure_for(record), suffix))
+    return suffix
 
 
 def _render(figure: Figure, suffix: str) -> bytes:

@@ -52,8 +52,10 @@ def show_gradients(record: Record) -> Figure:
 
 
 def _name_entry(value: float) -> str:
-    text = f"{value:.3f}" if abs(value) >= 5e-4 else f"{value:.0e}"
-    return text.replace("-", "−")
+    if value == 0 or abs(value) >= 5e-4:
+        return f"{value:.3f}".replace("-", "−")
+    mantissa, exponent = f"{value:.0e}".split("e")
+    return f"{mantissa}e{int(exponent)}".replace("-", "−")
 
 
 def _show_gradient_norms(rows: Sequence[Any], n: int, quantity: str, title: str) -> Panel:

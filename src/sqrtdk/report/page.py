@@ -16,10 +16,12 @@ from sqrtdk.report.files import write_whole
 from sqrtdk.report.palette import VERDICT_COLOURS, VERDICT_MARKS
 from sqrtdk.report.plotly_renderer import render_fragment
 from sqrtdk.report.shell import wrap_page
-from sqrtdk.report.table import format_cell, render_table
+from sqrtdk.report.table import format_cell, render_table, render_text
 
 # Longer tables are folded away, so that the page reads as a text.
 _LONGEST_OPEN_TABLE = 12
+_MOST_OPEN_SENTENCES = 8
+_CLAIM_COLUMNS = ("id", "source", "claimed", "computed", "verdict", "why")
 
 
 class _Section(NamedTuple):
@@ -27,7 +29,7 @@ class _Section(NamedTuple):
 
     title: str
     asks: str
-    command: str
+    command: str | None
 
 
 _SECTIONS = {
@@ -61,7 +63,7 @@ _SECTIONS = {
     "swap": _Section(
         "Changing the scale of a trained model",
         "Is the scale critical only at random initialisation, or in a trained model as well?",
-        "sqrtdk ablate",
+        None,
     ),
     "temperature": _Section(
         "Exercise 4: temperatures around √dₖ",
@@ -137,7 +139,9 @@ def _name_records(records: Mapping[str, Record] | Sequence[Record]) -> dict[str,
 def _heading(name: str, record: Record) -> str:
     section = _SECTIONS.get(record.kind)
     title = section.title if section is not None else record.kind
-    return title if name == record.kind else f"{title} ({name.replace('_', ' ')})"
+    if name == record.kind:
+        return title
+    return f"{title} ({name.removeprefix(record.kind).strip('_- ').replace('_', ' ') or name})"
 
 
 def _count_verdicts(records: Mapping[str, Record]) -> Counter[str]:
@@ -173,16 +177,21 @@ _VERDICT_WORDS = {"holds": "hold", "wrong": "are wrong", "depends": "depend"}
 def _render_section(name: str, record: Record) -> str:
     figure = render_fragment(figure_for(record), f"figure-{name}")
     section = _SECTIONS[record.kind]
-    intro = (
-        f"<h2>{escape(_heading(name, record))}</h2>"
-        f'<p class="asks">{escape(section.asks)} <code class="command">{escape(section.command)}</code></p>'
-    )
+    command = f' <code class="command">{escape(section.command)}</code>' if section.command is not None else ""
+    intro = f'<h2>{escape(_heading(name, record))}</h2><p class="asks">{escape(section.asks)}{command}</p>'
     # Folded tables come after the open ones.
-    order = sorted(record.tables, key=lambda title: len(record.tables[title]) > _LONGEST_OPEN_TABLE)
+    order = sorted(record.tables, key=lambda title: _is_folded(record, title))
     tables = "".join(_render_named_table(record, title) for title in order)
-    shows = "".join(f"<li>{escape(sentence)}</li>" for sentence in record.reading)
-    reading = f'<div class="shows"><h3>What it shows</h3><ul>{shows}</ul></div>' if shows else ""
-    return f'<section id="{escape(name)}">{intro}{figure}{reading}{tables}</section>'
+    return f'<section id="{escape(name)}">{intro}{figure}{_render_reading(record)}{tables}</section>'
+
+
+def _render_reading(record: Record) -> str:
+    if not record.reading:
+        return ""
+    items = [f"<li>{render_text(sentence)}</li>" for sentence in record.reading]
+    first, more = items[:_MOST_OPEN_SENTENCES], items[_MOST_OPEN_SENTENCES:]
+    rest = f"<details><summary>{len(more)} more</summary><ul>{''.join(more)}</ul></details>" if more else ""
+    return f'<div class="shows"><h3>What it shows</h3><ul>{"".join(first)}</ul>{rest}</div>'
 
 
 def _render_named_table(record: Record, name: str) -> str:
@@ -190,12 +199,17 @@ def _render_named_table(record: Record, name: str) -> str:
     if not rows:
         return ""
     if record.kind == "claims":
-        return _render_filter(record) + render_table(rows, classes="claims")
+        shown = [{name: row.get(name) for name in _CLAIM_COLUMNS} for row in rows]
+        return _render_filter(record) + render_table(shown, classes="claims")
     table = render_table(rows)
     title = _TABLE_TITLES.get(name, "The numbers" if name == record.kind else name.replace("_", " "))
-    if len(rows) > _LONGEST_OPEN_TABLE:
+    if _is_folded(record, name):
         return f"<details><summary>{escape(title)} ({len(rows)} rows)</summary>{table}</details>"
     return f"<h3>{escape(title)}</h3>{table}"
+
+
+def _is_folded(record: Record, name: str) -> bool:
+    return name in ("runs", "swap") or len(record.tables[name]) > _LONGEST_OPEN_TABLE
 
 
 def _render_filter(record: Record) -> str:

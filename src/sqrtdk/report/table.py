@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -91,8 +92,8 @@ def _format_float(value: float) -> str:
 def render_table(rows: Sequence[Row], *, classes: str = "") -> str:
     """Render rows as an HTML table; the columns are the keys of all rows in order of appearance, all text escaped.
 
-    >>> render_table([{"d_k": 64}])
-    '<div class="scroll"><table class=""><thead><tr><th class="number">dₖ</th></tr></thead>...'
+    >>> "<td>a&amp;b</td>" in render_table([{"name": "a&b"}])
+    True
     """
     # The main row is set in bold; a column that says so again would be noise.
     columns = [name for name in dict.fromkeys(name for row in rows for name in row) if name != "main"]
@@ -110,7 +111,18 @@ def render_table(rows: Sequence[Row], *, classes: str = "") -> str:
     )
 
 
+def render_text(text: str) -> str:
+    """Escape a text for HTML; what stands between backticks is set as code.
+
+    >>> render_text("`a<b`")
+    '<code>a&lt;b</code>'
+    """
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
+
+
 def _is_number(value: Any) -> bool:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return len(value) == 2 and all(map(_is_number, value))
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
@@ -126,11 +138,12 @@ def _row_attributes(row: Row) -> str:
 
 def _render_cell(name: str, value: Any) -> str:
     drawing = _DRAWINGS.get(name)
-    return drawing(str(value)) if drawing is not None and value is not None else escape(format_cell(value))
+    return drawing(str(value)) if drawing is not None and value is not None else render_text(format_cell(value))
 
 
 def _render_policy(policy: str) -> str:
-    return f'<i class="dot" style="background:{policy_colour(policy)}"></i>{escape(policy_label(policy))}'
+    dot = f'<i class="dot" style="background:{policy_colour(policy)}"></i>'
+    return f'<span class="policy">{dot}{escape(policy_label(policy))}</span>'
 
 
 def _render_verdict(verdict: str) -> str:

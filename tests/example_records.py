@@ -1,0 +1,114 @@
+"""Records of every kind for the report's tests: exercises at small sizes, training and claims made by hand."""
+
+import math
+from functools import cache
+
+import numpy as np
+
+from sqrtdk import exercises
+from sqrtdk.records import Record
+
+POLICIES = ("none", "sqrt", "inverse")
+FINAL = {"none": 2.6, "sqrt": 0.006, "inverse": 1.8}
+NASTY = "</script><script>alert(1)</script> & \"quoted\" <b>'x'</b>"
+
+
+def make_ablation(*, lrs=(1e-3,), inits=("unit",), d_ks=(64,), seeds=3, diverged=False) -> Record:
+    rng = np.random.default_rng(0)
+    runs, curves = [], []
+    settings = [
+        {"scale": scale, "d_k": d_k, "init": init, "lr": lr}
+        for d_k in d_ks
+        for init in inits
+        for lr in lrs
+        for scale in POLICIES
+    ]
+    for setting in settings:
+        for seed in range(seeds):
+            # The middle learning rate is the best one.
+            final = FINAL[setting["scale"]] * (1 + abs(lrs.index(setting["lr"]) - len(lrs) // 2))
+            final *= math.exp(0.1 * rng.standard_normal())
+            lost = diverged and setting["scale"] == "none" and seed == 0
+            steps = list(range(0, 30 if lost else 60, 10))
+            loss = [final + (2.77 - final) * math.exp(-step / 15) for step in steps]
+            runs.append(
+                {
+                    **setting,
+                    "seed": seed,
+                    "status": "diverged" if lost else "done",
+                    "final_loss": None if lost else final,
+                }
+            )
+            curves.append(
+                {
+                    **setting,
+                    "seed": seed,
+                    "step": steps,
+                    "loss": loss,
+                    "accuracy": [1 - value / 3 for value in loss],
+                    **{name: [0.1 + 0.01 * seed] * len(steps) for name in ("grad_q", "grad_k", "entropy_ratio")},
+                    "saturation_index": [0.5] * len(steps),
+                    "jacobian_trace": [0.5] * len(steps),
+                }
+            )
+    best_lr = lrs[len(lrs) // 2]
+    summary = [{**setting, "final_loss_median": FINAL[setting["scale"]], "n": seeds} for setting in settings]
+    return Record(
+        kind="ablation",
+        spec={"task": "recall", "seeds": list(range(seeds))},
+        tables={
+            "runs": runs,
+            "summary": summary,
+            "best": [row for row in summary if row["lr"] == best_lr],
+            "comparisons": [{"scale": "none", "against": "sqrt", "difference_iqr": [2.4, 2.6], "n": seeds}],
+        },
+        curves={"runs": curves},
+        reading=["Made by hand."],
+    )
+
+
+def make_claims(why: str = "Because.") -> Record:
+    ids = ("op.formula", "var.dot", "var.init", "soft.exp", "grad.vanish", "scale.models")
+    verdicts = ("holds", "holds", "depends", "wrong", "depends", "wrong")
+    rows = [
+        {
+            "id": name,
+            "source": "S0",
+            "claimed": "Var(q·k) = dₖ",
+            "computed": "64.1",
+            "verdict": verdict,
+            "why": why,
+            "numbers": {"hidden_detail": 12345},
+        }
+        for name, verdict in zip(ids, verdicts, strict=True)
+    ]
+    return Record(kind="claims", spec={"seed": 0}, tables={"claims": rows}, reading=["2 of 6 hold."])
+
+
+def make_swap() -> Record:
+    curve = {"step": [0, 10, 20], "loss": [2.7, 1.0, 0.1], "scale": "none", "seed": 0}
+    rows = [
+        {"seed": seed, "trained_loss": 0.01, "swapped_loss": 0.07, "continued_loss": 0.03 + seed, "scratch_loss": 2.6}
+        for seed in range(2)
+    ]
+    return Record(
+        kind="swap",
+        spec={"scale": "none", "start_scale": "sqrt", "start_steps": 10, "seeds": [0, 1]},
+        tables={"swap": rows, "summary": [{"stage": "trained", "loss_median": 0.01}]},
+        curves={"runs": [curve], "scratch": [curve]},
+    )
+
+
+@cache
+def every_kind() -> dict[str, Record]:
+    """One record of each kind, computed once per test session."""
+    return {
+        "claims": make_claims(),
+        "variance": exercises.variance(d_ks=(4, 64), samples=500, seed=0),
+        "saturation": exercises.saturation(points=21),
+        "temperature": exercises.temperature(draws=8, queries=4, n=8, seed=0),
+        "gradients": exercises.gradients(d_ks=(4, 16), ns=(4, 8), budget=1024, seed=0),
+        "explain": exercises.explain(d_k=16, n=32, draws=8, queries=4, seed=0),
+        "ablation": make_ablation(),
+        "swap": make_swap(),
+    }

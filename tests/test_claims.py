@@ -1,0 +1,165 @@
+"""Claims are decided by computation: break what they rest on and the verdict changes."""
+
+import json
+
+import numpy as np
+import pytest
+
+import sqrtdk
+from sqrtdk import theory
+from sqrtdk.claims import Effort, check_claims, list_claims
+from sqrtdk.claims.claim import agree, covers, estimate_variance, row
+from sqrtdk.claims.models import PUBLISHED, measure_scale, survey
+from sqrtdk.errors import SqrtdkError
+from sqrtdk.exercises.sampling import Estimate
+
+# The ids of the texts, group by group; a claim that is missing here or there is a claim that nobody checks.
+EXPECTED = {
+    "op": {"formula", "stable", "always"},
+    "var": {"product", "dot", "terms", "mean", "divide", "root", "inverse", "init"},
+    "soft": {
+        "exp", "50", "5", "dk4", "dk64", "peak", "five", "five8", "onehot", "uniform", "unstable", "small", "trained",
+    },
+    "grad": {"jacobian", "healthy", "vanish", "learning"},
+    "scale": {"none", "sqrt", "inverse", "fixed", "temperature", "query", "models"},
+}  # fmt: skip
+
+# What the texts' own summary says of them; the checks below must arrive there by computing.
+VERDICTS = {
+    "soft.exp": "wrong",
+    "soft.peak": "wrong",
+    "soft.five8": "wrong",
+    "soft.five": "holds",
+    "soft.dk64": "holds",
+    "soft.onehot": "depends",
+    "grad.vanish": "depends",
+    "scale.models": "wrong",
+    "var.init": "depends",
+    "var.dot": "holds",
+}
+QUICK = [claim.id for claim in list_claims() if not claim.trains]
+
+
+@pytest.fixture(scope="module")
+def found():
+    rows = check_claims(QUICK).tables["claims"]
+    return {row["id"]: row for row in rows}
+
+
+def test_every_claim_of_the_texts_is_checked_once():
+    ids = [claim.id for claim in list_claims()]
+    assert len(set(ids)) == len(ids)
+    assert set(ids) == {f"{group}.{name}" for group, names in EXPECTED.items() for name in names}
+
+
+def test_each_row_is_complete(found):
+    for claim in found.values():
+        assert claim["verdict"] in ("holds", "wrong", "depends")
+        assert all(claim[name].strip() for name in ("id", "source", "claimed", "computed", "why"))
+        assert claim["why"].endswith(".")
+
+
+@pytest.mark.parametrize("name", sorted(VERDICTS))
+def test_verdicts(found, name):
+    assert found[name]["verdict"] == VERDICTS[name], found[name]
+
+
+def test_monte_carlo_lines_state_interval_n_and_seed(found):
+    for name in ("var.product", "var.dot", "var.mean", "var.root", "var.inverse", "var.terms"):
+        assert "95%, n=" in found[name]["computed"]
+        assert "seed 0" in found[name]["computed"]
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_verdicts_do_not_hang_on_the_seed(seed):
+    ids = ["var", "soft.onehot", "soft.uniform", "soft.unstable", "scale.temperature", "scale.query"]
+    zero = check_claims(ids).tables["claims"]
+    other = check_claims(ids, Effort(seed=seed)).tables["claims"]
+    assert [claim["verdict"] for claim in other] == [claim["verdict"] for claim in zero]
+    assert [claim["computed"] for claim in other] != [claim["computed"] for claim in zero]
+
+
+def test_the_numbers_of_the_worked_examples(found):
+    assert found["soft.exp"]["numbers"]["ratio"][50] == pytest.approx(1000, rel=1e-6)
+    assert found["soft.peak"]["numbers"]["ratio"] == pytest.approx(np.exp(0.6))
+    assert found["soft.five8"]["numbers"]["claimed_sum"] == pytest.approx(0.85)
+    np.testing.assert_allclose(
+        found["soft.five8"]["numbers"]["weights"], [0.371, 0.080, 0.353, 0.060, 0.137], atol=6e-4
+    )
+
+
+def test_gradients_are_larger_but_uneven_without_scaling(found):
+    numbers = found["grad.vanish"]["numbers"]
+    wide = [numbers[f"64,1024,{name}"]["grad_q_mean"] for name in ("none", "sqrt", "inverse")]
+    np.testing.assert_allclose(wide, [13.7, 0.40, 0.031], rtol=0.15)
+    assert numbers["512,16,none"]["grad_q_p5"] < 1e-7 < 1 < numbers["512,16,sqrt"]["grad_q_p5"]
+
+
+def test_a_wrong_default_scale_is_noticed(monkeypatch):
+    monkeypatch.setattr(sqrtdk.scales.Sqrt, "factor", lambda self, context: 1.5 / context.d_k**0.5)
+    verdicts = {row["id"]: row["verdict"] for row in check_claims(["op", "scale.sqrt", "soft.dk4"]).tables["claims"]}
+    assert verdicts["op.formula"] == verdicts["scale.sqrt"] == verdicts["soft.dk4"] == "wrong"
+
+
+def test_a_wrong_law_is_noticed(monkeypatch):
+    monkeypatch.setattr(theory, "dot_product_variance", lambda d_k, **kwargs: 1.2 * d_k)
+    monkeypatch.setattr(theory, "softmax_jacobian", lambda p: np.diag(p))
+    rows = check_claims(["var.dot", "var.root", "grad.jacobian", "grad.healthy"]).tables["claims"]
+    assert {row["id"]: row["verdict"] for row in rows} == dict.fromkeys(
+        ["var.dot", "var.root", "grad.jacobian", "grad.healthy"], "wrong"
+    )
+
+
+def test_groups_and_unknown_names():
+    assert {row["id"] for row in check_claims(["op"]).tables["claims"]} == {"op.formula", "op.stable", "op.always"}
+    with pytest.raises(SqrtdkError, match=r"unknown claim 'opp'; known: grad, .*op\.formula"):
+        check_claims(["opp"])
+
+
+def test_record_is_json_of_the_agreed_shape(found):
+    content = check_claims(["soft.5"]).as_json()
+    assert json.loads(json.dumps(content))["claims"][0].keys() >= {
+        "id", "source", "claimed", "computed", "verdict", "why",
+    }  # fmt: skip
+
+
+def test_agree_rounds_as_a_text_does():
+    assert agree([0.971], [0.9714999], decimals=3)
+    assert not agree([0.971], [0.9716], decimals=3)
+    assert row([0.1, 0.25], 1) == "[0.1, 0.2]"
+
+
+def test_estimate_of_a_variance_covers_it():
+    draws = np.random.default_rng(5).standard_normal(50_000) * 3
+    assert covers(estimate_variance(draws), 9.0)
+    assert not covers(estimate_variance(draws), 9.6)
+    assert covers(Estimate(1.0, 0.9, 1.1), 1.19)
+    assert not covers(Estimate(1.0, 0.9, 1.1), 1.21)
+
+
+def test_models_without_transformers_are_as_published(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    rows = survey()
+    assert not any(item.measured for item in rows)
+    assert {item.model.split(" ")[0] for item in rows if item.is_sqrt} == {"GPT-2", "LLaMA", "Qwen3", "Gemma"}
+    with pytest.raises(SqrtdkError, match=r"sqrtdk\[hf\]"):
+        measure_scale(PUBLISHED[0])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("item", PUBLISHED, ids=lambda item: item.model)
+def test_published_scales_are_what_the_models_code_does(item):
+    assert measure_scale(item) == pytest.approx(item.scale, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_learning_claims_are_decided_by_training(tmp_path):
+    effort = Effort(seeds=2, steps=400, store=tmp_path / "runs.sqlite")
+    rows = {row["id"]: row for row in check_claims(["grad.learning", "soft.trained"], effort).tables["claims"]}
+    learning = rows["grad.learning"]["numbers"]
+    assert learning["none,unit"]["solved_fraction"] < learning["sqrt,unit"]["solved_fraction"]
+    assert rows["grad.learning"]["verdict"] == "depends"
+    assert learning["none,absorbed"]["solved_fraction"] > learning["none,unit"]["solved_fraction"]
+    assert rows["soft.trained"]["verdict"] in ("holds", "depends")
+    again = check_claims(["grad.learning"], effort).tables["claims"][0]
+    assert again == rows["grad.learning"]

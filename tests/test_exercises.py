@@ -1,0 +1,383 @@
+"""The exercises' numbers against independent computations, and their refusals."""
+
+import math
+import subprocess
+import sys
+import time
+
+import mpmath
+import numpy as np
+import pytest
+
+from sqrtdk import exercises
+from sqrtdk.errors import InvalidTypeError, InvalidValueError, SqrtdkError
+from sqrtdk.exercises.sampling import estimate_mean, sample_rows
+from sqrtdk.exercises.variance_law import estimate_std
+
+ALL = (
+    exercises.variance,
+    exercises.saturation,
+    exercises.temperature,
+    exercises.gradients,
+    exercises.explain,
+)
+
+
+def rows_of(record, table, **wanted):
+    return [row for row in record.tables[table] if all(row[key] == value for key, value in wanted.items())]
+
+
+def row_of(record, table, **wanted):
+    (row,) = rows_of(record, table, **wanted)
+    return row
+
+
+# Sampling
+
+
+def test_student_interval_against_mpmath():
+    values = np.random.default_rng(0).standard_normal(8)
+    # P(|T| < t) = 0.95 for 7 degrees of freedom, from the incomplete beta function.
+    quantile = mpmath.findroot(lambda t: mpmath.betainc(3.5, 0.5, 0, 7 / (7 + t * t), regularized=True) - 0.05, 2.3)
+    half = float(quantile) * values.std(ddof=1) / math.sqrt(8)
+    found = estimate_mean(values)
+    assert found.high - found.value == pytest.approx(half, rel=1e-3)
+    assert found.value - found.low == pytest.approx(half, rel=1e-3)
+
+
+def test_sampled_rows_against_a_direct_computation():
+    (sampled,) = sample_rows([0.3], d_k=5, n=7, draws=8, queries=3, seed=4)
+    rng = np.random.default_rng([4, 5, 7])
+    k, v = rng.standard_normal((2, 7, 5))
+    q, grad_output = rng.standard_normal((2, 3, 5))
+    logits = 0.3 * q @ k.T
+    p = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(sampled.sum_p2[0], (p * p).sum(axis=1), rtol=1e-12)
+    np.testing.assert_allclose(sampled.logit_std[0], logits.std(axis=1), rtol=1e-12)
+    for row in range(3):
+        jacobian = np.diag(p[row]) - np.outer(p[row], p[row])
+        grad_q = 0.3 * k.T @ jacobian @ v @ grad_output[row]
+        assert sampled.grad_q[0, row] == pytest.approx(np.linalg.norm(grad_q), rel=1e-10)
+        assert sampled.jacobian_norm[0, row] == pytest.approx(np.linalg.norm(jacobian), rel=1e-10)
+
+
+# Exercise 1
+
+
+def test_variance_predicts_the_law_and_scales_it():
+    record = exercises.variance(d_ks=(4, 64, 512), samples=2000, seed=0)
+    for d_k in (4, 64, 512):
+        none, sqrt, inverse = rows_of(record, "variance", d_k=d_k)
+        assert none["predicted"] == pytest.approx(math.sqrt(d_k), rel=1e-12)
+        assert sqrt["predicted"] == pytest.approx(1.0, rel=1e-12)
+        assert inverse["predicted"] == pytest.approx(1 / math.sqrt(d_k), rel=1e-12)
+        assert sqrt["measured"] == pytest.approx(none["measured"] / math.sqrt(d_k), rel=1e-12)
+        assert inverse["measured"] == pytest.approx(none["measured"] / d_k, rel=1e-12)
+
+
+def test_variance_intervals_cover_the_truth_as_often_as_they_say():
+    # 60 seeds × 2 sizes: 114 of 120 expected; fewer than 105 has probability 1e-3 for 95% intervals.
+    inside = [
+        row["inside"]
+        for seed in range(60)
+        for row in rows_of(exercises.variance(d_ks=(4, 64), samples=1000, seed=seed), "variance", scale="none")
+    ]
+    assert 105 <= sum(inside) < 120
+
+
+def test_variance_of_one_size_does_not_depend_on_the_others():
+    alone = exercises.variance(d_ks=(64,), samples=200, seed=3)
+    among = exercises.variance(d_ks=(4, 64), samples=200, seed=3)
+    assert rows_of(alone, "variance", d_k=64) == rows_of(among, "variance", d_k=64)
+
+
+def test_variance_blocks_use_every_sample(monkeypatch):
+    from sqrtdk.exercises import variance_law
+
+    monkeypatch.setattr(variance_law, "_BLOCK", 64 * 7)
+    dots = variance_law._draw_dot_products(64, 100, 0)
+    assert dots.shape == (100,)
+    assert len(np.unique(dots)) == 100
+
+
+def test_standard_deviation_interval_uses_the_fourth_moment():
+    # Var(s²) is larger for heavy tails; a Gaussian formula would give the same relative width for both.
+    rng = np.random.default_rng(0)
+    light, heavy = rng.uniform(-1, 1, 5000), rng.standard_t(5, 5000)
+    width = [math.log(found.high / found.low) for found in (estimate_std(light), estimate_std(heavy))]
+    assert width[0] < 0.75 * width[1]
+
+
+def test_variance_densities_integrate_to_what_they_show():
+    for curve in exercises.variance(d_ks=(64,), samples=4000, seed=0).curves["densities"]:
+        step = curve["x"][1] - curve["x"][0]
+        assert sum(curve["density"]) * step == pytest.approx(0.99, abs=0.002)
+
+
+# Exercise 2
+
+
+def solve_trace(zeros, share):
+    def trace(x):
+        p = mpmath.e**x / (mpmath.e**x + zeros)
+        rest = (1 - p) / zeros
+        return 1 - p**2 - zeros * rest**2
+
+    return mpmath.findroot(lambda x: trace(x) - share * trace(mpmath.mpf(0)), 5)
+
+
+@pytest.mark.parametrize(("zeros", "share"), [(3, 0.05), (1, 0.05), (3, 0.01), (99, 0.05)])
+def test_saturation_points_against_mpmath(zeros, share):
+    with mpmath.workdps(30):
+        trace = float(solve_trace(zeros, share))
+        weight = float(mpmath.log(zeros * (1 - share) / share))
+        slope = mpmath.findroot(lambda p: p * (1 - p) - mpmath.mpf(share) / 4, 1 - share / 4)
+        slope = float(mpmath.log(zeros * slope / (1 - slope)))
+
+        def entropy(x):
+            p = mpmath.e**x / (mpmath.e**x + zeros)
+            rest = (1 - p) / zeros
+            return -p * mpmath.log(p) - zeros * rest * mpmath.log(rest)
+
+        ratio = float(mpmath.findroot(lambda x: entropy(x) - share * mpmath.log(zeros + 1), trace + 1))
+    found = exercises.saturation(zeros=zeros, share=share).tables["points"]
+    assert [row["x"] for row in found[:4]] == pytest.approx([trace, weight, ratio, slope], rel=1e-9)
+    assert [row["main"] for row in found] == [True, False, False, False, False]
+
+
+def test_float32_saturation_point_is_the_first():
+    x = exercises.saturation().tables["points"][-1]["x"]
+
+    def largest_weight(x):
+        row = np.exp(np.array([0.0, -x, -x, -x], dtype=np.float32))
+        return row[0] / row.sum()
+
+    assert largest_weight(x) == 1.0
+    assert largest_weight(x - 1e-5) < 1.0
+
+
+def test_saturation_sweep_is_the_softmax():
+    record = exercises.saturation()
+    assert [row["x"] for row in record.tables["sweep"]] == list(range(11))
+    for row in record.tables["sweep"]:
+        e = np.exp([row["x"], 0, 0, 0])
+        p = e / e.sum()
+        assert row["first_weight"] == pytest.approx(p[0], rel=1e-12)
+        assert row["other_weight"] == pytest.approx(p[1], rel=1e-12)
+        assert row["jacobian_trace"] == pytest.approx(1 - (p * p).sum(), rel=1e-9)
+        assert row["entropy_ratio"] == pytest.approx(-(p * np.log(p)).sum() / np.log(4), rel=1e-9)
+    assert record.curves["x"][-1] == 10.0
+    assert len(record.curves["x"]) == 101
+
+
+def test_saturation_trace_keeps_its_accuracy_far_out():
+    far = exercises.saturation(largest=40.0, points=2).curves["jacobian_trace"][-1]
+    assert far == pytest.approx(6 * math.exp(-40), rel=1e-12)
+
+
+def test_saturation_says_whether_the_point_lies_in_the_sweep():
+    assert "within the sweep" in exercises.saturation().reading[0]
+    assert "beyond the sweep" in exercises.saturation(largest=2.0).reading[0]
+
+
+# Exercise 4
+
+
+def test_temperatures_are_sharper_below_and_softer_above():
+    sharp, default, soft = exercises.temperature(seed=0).tables["temperature"]
+    assert [row["tau"] for row in (sharp, default, soft)] == [4.0, 8.0, 16.0]
+    assert sharp["entropy_ratio_high"] < default["entropy_ratio_low"]
+    assert default["entropy_ratio_high"] < soft["entropy_ratio_low"]
+    assert sharp["max_weight"] > default["max_weight"] > soft["max_weight"]
+    assert sharp["jacobian_trace"] < default["jacobian_trace"] < soft["jacobian_trace"]
+    # Pairs see the same draws, so the spread of the logits is exactly inverse to the temperature.
+    assert sharp["logit_std"] == pytest.approx(2 * default["logit_std"], rel=1e-12)
+    assert soft["saturation_index"] == pytest.approx(default["saturation_index"] / 2, rel=1e-12)
+
+
+def test_temperature_patterns_are_the_weights_of_one_draw():
+    record = exercises.temperature(d_k=16, n=6, queries=3, draws=8, relatives=(2.0, 0.5), seed=1)
+    rng = np.random.default_rng([1, 16, 6])
+    k = rng.standard_normal((2, 6, 16))[0]
+    q = rng.standard_normal((2, 3, 16))[0]
+    assert [pattern["relative"] for pattern in record.curves["patterns"]] == [0.5, 2.0]
+    for pattern in record.curves["patterns"]:
+        e = np.exp(q @ k.T / (pattern["relative"] * 4))
+        np.testing.assert_allclose(pattern["weights"], e / e.sum(axis=1, keepdims=True), rtol=1e-12)
+
+
+# Exercise 5
+
+
+def test_jacobians_of_the_texts():
+    record = exercises.gradients(d_ks=(4,), ns=(4,), budget=1)
+    assert row_of(record, "jacobians", name="mild")["diagonal"] == "0.21, 0.21, 0.16, 0.16"
+    uniform, one_hot = row_of(record, "jacobians", name="uniform"), row_of(record, "jacobians", name="one-hot")
+    assert uniform["jacobian_trace"] == pytest.approx(0.75)
+    assert uniform["jacobian_norm"] == pytest.approx(math.sqrt(3) / 4)
+    assert one_hot["largest_entry"] < 1e-5
+    for jacobian in record.curves["jacobians"]:
+        np.testing.assert_allclose(np.sum(jacobian["matrix"], axis=0), 0, atol=1e-15)
+
+
+@pytest.mark.slow
+def test_gradients_agree_with_the_measured_claim():
+    record = exercises.gradients(d_ks=(64, 512), ns=(16, 1024), seed=0)
+    wide = {name: row_of(record, "vanish", d_k=64, n=1024, scale=name) for name in ("none", "sqrt", "inverse")}
+    for name, claimed in (("none", 13.7), ("sqrt", 0.40), ("inverse", 0.031)):
+        # Half the width again beyond the 95% interval: four standard errors.
+        half = wide[name]["grad_q_high"] - wide[name]["grad_q_mean"]
+        assert abs(wide[name]["grad_q_mean"] - claimed) < 2 * half + 0.005 * claimed
+    few = {name: row_of(record, "vanish", d_k=512, n=16, scale=name) for name in ("none", "sqrt", "inverse")}
+    assert few["none"]["rows"] == 4096
+    assert 0.03 < few["none"]["grad_q_median"] < 0.3
+    assert few["sqrt"]["grad_q_median"] == pytest.approx(6.1, rel=0.05)
+    assert few["inverse"]["grad_q_median"] == pytest.approx(0.24, rel=0.05)
+    assert 1e-11 < few["none"]["grad_q_p5"] < 1e-9
+    assert few["sqrt"]["grad_q_p5"] == pytest.approx(3.4, rel=0.1)
+    assert few["inverse"]["grad_q_p5"] == pytest.approx(0.17, rel=0.1)
+    assert few["none"]["top_share"] > 2 * few["sqrt"]["top_share"]
+    assert few["none"]["jacobian_trace_mean"] < few["sqrt"]["jacobian_trace_mean"]
+
+
+def test_gradient_summary_is_ordered():
+    for row in exercises.gradients(d_ks=(16,), ns=(8,), budget=4096, seed=2).tables["vanish"]:
+        assert row["grad_q_low"] < row["grad_q_mean"] < row["grad_q_high"]
+        assert row["grad_q_p5_low"] <= row["grad_q_p5"] <= row["grad_q_p5_high"] < row["grad_q_median"]
+        assert 0.05 < row["top_share"] <= 1.0
+
+
+def test_gradients_count_what_they_see():
+    record = exercises.gradients(d_ks=(64,), ns=(16,), budget=2**14, seed=0)
+    none, sqrt, _ = record.tables["vanish"]
+    expected = int(none["grad_q_mean"] > sqrt["grad_q_mean"])
+    assert f"larger without scaling than with 1/√dₖ in {expected} of 1 sizes" in record.reading[2]
+
+
+# Explain
+
+
+@pytest.mark.parametrize(
+    ("d_k", "n", "regime", "words"),
+    [
+        (4, 1024, "below condensation", "below dₖ = 2 ln n = 13.9"),
+        (32, 1024, "condensing", "between dₖ = 2 ln n = 13.9 and 8 ln n = 55.5"),
+        (64, 1024, "nearly one-hot", "past dₖ = 8 ln n = 55.5"),
+    ],
+)
+def test_explain_names_the_regime(d_k, n, regime, words):
+    record = exercises.explain(d_k=d_k, n=n, draws=8, queries=2)
+    assert record.spec["regime"] == regime
+    assert words in record.reading[0]
+
+
+def test_explain_measures_what_the_design_states():
+    record = exercises.explain(seed=0)
+    found = {(row["scale"], row["quantity"]): row for row in record.tables["explain"]}
+    assert found["sqrt", "entropy_ratio"]["law"] == pytest.approx(0.928, abs=5e-4)
+    assert found["sqrt", "entropy_ratio"]["measured"] == pytest.approx(0.928, abs=0.004)
+    assert found["none", "sum_p2"]["law"] == pytest.approx(0.535, abs=1e-3)
+    assert found["none", "sum_p2"]["measured"] == pytest.approx(0.605, abs=0.03)
+    assert found["none", "logit_std"]["low"] < 8.0 < found["none", "logit_std"]["high"]
+    assert found["inverse", "effective_keys"]["measured"] > 1000
+    assert found["none", "effective_keys"]["law"] is None
+    order = [found[scale, "grad_q"]["measured"] for scale in ("none", "sqrt", "inverse")]
+    assert order == sorted(order, reverse=True)
+    assert record.reading[-2].endswith("largest with no scaling and smallest with 1/dₖ.")
+
+
+def test_explain_curves_meet_the_table():
+    record = exercises.explain(d_k=16, n=64, draws=8, queries=4)
+    for curve in record.curves["ranked"]:
+        assert curve["rank"][0] == 1
+        assert curve["rank"][-1] == 64
+        assert curve["weight"] == sorted(curve["weight"], reverse=True)
+    here = record.curves["map"]
+    assert here["begins"][0] == pytest.approx(2 * math.log(2))
+    assert here["here"] == {"d_k": 16, "n": 64}
+
+
+# All
+
+
+@pytest.mark.parametrize("exercise", ALL, ids=lambda exercise: exercise.__name__)
+def test_defaults_run_in_three_seconds_and_say_something(exercise):
+    began = time.process_time()
+    record = exercise()
+    assert time.process_time() - began < 6.0  # three seconds on a free machine; generous on a busy one
+    assert record.kind == exercise.__name__
+    assert len(record.reading) >= 3
+    assert all(sentence.endswith(".") for sentence in record.reading)
+    assert record.as_json()["spec_hash"]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda seed: exercises.variance(d_ks=(8,), samples=100, seed=seed),
+        lambda seed: exercises.temperature(draws=8, queries=2, n=4, seed=seed),
+        lambda seed: exercises.gradients(d_ks=(4,), ns=(4,), budget=1, seed=seed),
+        lambda seed: exercises.explain(d_k=4, n=8, draws=8, queries=2, seed=seed),
+    ],
+)
+def test_equal_seeds_give_equal_records_and_others_do_not(call):
+    assert call(1).as_json() == call(1).as_json()
+    first, second = call(1), call(2)
+    assert first.tables != second.tables
+
+
+@pytest.mark.parametrize(
+    ("call", "argument"),
+    [
+        (lambda: exercises.variance(d_ks=()), "d_ks"),
+        (lambda: exercises.variance(d_ks=(4, 0)), "d_ks"),
+        (lambda: exercises.variance(d_ks=(4, 4)), "d_ks"),
+        (lambda: exercises.variance(samples=10), "samples"),
+        (lambda: exercises.variance(seed=-1), "seed"),
+        (lambda: exercises.saturation(largest=0.0), "largest"),
+        (lambda: exercises.saturation(largest=math.nan), "largest"),
+        (lambda: exercises.saturation(points=1), "points"),
+        (lambda: exercises.saturation(zeros=0), "zeros"),
+        (lambda: exercises.saturation(share=1.0), "share"),
+        (lambda: exercises.temperature(relatives=()), "relatives"),
+        (lambda: exercises.temperature(relatives=(0.0,)), "relatives"),
+        (lambda: exercises.temperature(relatives=(1.0, 1.0)), "relatives"),
+        (lambda: exercises.temperature(n=1), "n must"),
+        (lambda: exercises.temperature(draws=3), "draws"),
+        (lambda: exercises.temperature(queries=0), "queries"),
+        (lambda: exercises.gradients(ns=(1,)), "ns"),
+        (lambda: exercises.gradients(budget=0), "budget"),
+        (lambda: exercises.explain(d_k=0), "d_k"),
+        (lambda: exercises.explain(n=1), "n must"),
+        (lambda: exercises.explain(n=2**30), "n·d_k"),
+    ],
+)
+def test_bad_values_are_refused_by_name(call, argument):
+    with pytest.raises(InvalidValueError, match=argument) as caught:
+        call()
+    assert isinstance(caught.value, SqrtdkError)
+    assert "got" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "argument"),
+    [
+        (lambda: exercises.variance(d_ks=64), "d_ks"),
+        (lambda: exercises.variance(d_ks=("64",)), "d_ks"),
+        (lambda: exercises.variance(samples=1e4), "samples"),
+        (lambda: exercises.temperature(relatives="1"), "relatives"),
+        (lambda: exercises.explain(d_k=True), "d_k"),
+    ],
+)
+def test_bad_types_are_refused_by_name(call, argument):
+    with pytest.raises(InvalidTypeError, match=argument):
+        call()
+
+
+def test_exercises_load_numpy_alone():
+    code = (
+        "import sys, sqrtdk.exercises;"
+        "print([name for name in ('torch', 'plotly', 'matplotlib', 'rich', 'typer') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

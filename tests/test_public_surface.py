@@ -1,0 +1,65 @@
+"""What `import sqrtdk` offers, loads and costs."""
+
+import inspect
+import json
+import subprocess
+import sys
+
+import sqrtdk
+
+HEAVY = ["torch", "transformers", "plotly", "matplotlib", "ray", "rich", "typer"]
+
+PROBE = """
+import json, sys, time
+import numpy
+start = time.perf_counter()
+import sqrtdk
+print(json.dumps({"seconds": time.perf_counter() - start, "modules": sorted(sys.modules)}))
+"""
+
+
+def probe():
+    done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=True, timeout=60)
+    return json.loads(done.stdout)
+
+
+def test_the_surface_is_pinned():
+    assert sqrtdk.__all__ == [
+        "Attention",
+        "AttentionStatistics",
+        "Gradients",
+        "HeadSummary",
+        "SqrtdkError",
+        "attention",
+        "attention_gradients",
+        "scaled_dot_product_attention",
+        "scales",
+        "softmax",
+        "theory",
+    ]
+    assert all(getattr(sqrtdk, name).__doc__ for name in sqrtdk.__all__)
+
+
+def test_signatures_are_those_of_the_design():
+    features = ["scale", "mask", "causal", "causal_offset", "window", "softcap", "sinks"]
+    forward = inspect.signature(sqrtdk.attention).parameters
+    assert list(forward) == ["q", "k", "v", *features, "statistics", "weights"]
+    assert all(forward[name].kind is inspect.Parameter.KEYWORD_ONLY for name in list(forward)[3:])
+    defaults = {name: forward[name].default for name in list(forward)[3:]}
+    changed = {"causal": False, "statistics": True, "weights": False}
+    assert defaults == dict.fromkeys(features) | changed
+    backward = inspect.signature(sqrtdk.attention_gradients).parameters
+    assert list(backward) == ["q", "k", "v", "grad_output", *features]
+    assert sqrtdk.Attention._fields == ("output", "statistics", "weights")
+    assert sqrtdk.Gradients._fields == ("query", "key", "value", "scale", "sinks")
+    assert list(inspect.signature(sqrtdk.softmax).parameters) == ["x", "axis"]
+
+
+def test_importing_loads_numpy_and_nothing_heavier():
+    modules = probe()["modules"]
+    assert "numpy" in modules
+    assert [name for name in HEAVY if name in modules] == []
+
+
+def test_importing_costs_less_than_015_seconds_beyond_numpy():
+    assert min(probe()["seconds"] for _ in range(4)) < 0.15

@@ -1,0 +1,317 @@
+"""The laws behind the scale, each against sampling with intervals, quadrature, finite differences or mpmath."""
+
+import itertools
+import math
+
+import mpmath
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sqrtdk import SqrtdkError, attention, attention_gradients, softmax, theory
+
+
+def assert_covers(sample, expected):
+    """The mean of a sample lies within five of its standard errors of the expected value."""
+    error = sample.std(ddof=1) / math.sqrt(len(sample))
+    assert abs(sample.mean() - expected) < 5 * error, (sample.mean(), expected, error)
+    return error
+
+
+CORRELATED = [
+    {},
+    {"mean_q": 1.0},
+    {"mean_q": 0.5, "mean_k": -2.0, "std_q": 3.0, "std_k": 0.5},
+    {"correlation": 1.0},
+    {"correlation": -0.7, "std_q": 2.0},
+    {"mean_q": 1.0, "mean_k": -0.5, "std_q": 2.0, "std_k": 0.7, "correlation": 0.6},
+]
+
+
+@pytest.mark.parametrize("d_k", [1, 16])
+@pytest.mark.parametrize("law", CORRELATED, ids=str)
+def test_mean_and_variance_of_dot_products_by_sampling(law, d_k):
+    rng = np.random.default_rng(7)
+    full = {"mean_q": 0.0, "mean_k": 0.0, "std_q": 1.0, "std_k": 1.0, "correlation": 0.0} | law
+    one, other = rng.standard_normal((2, 60_000, d_k))
+    r = full["correlation"]
+    q = full["mean_q"] + full["std_q"] * one
+    k = full["mean_k"] + full["std_k"] * (r * one + math.sqrt(1 - r * r) * other)
+    dots = (q * k).sum(axis=1)
+    mean, variance = theory.dot_product_mean(d_k, **law), theory.dot_product_variance(d_k, **law)
+    assert_covers(dots, mean)
+    assert assert_covers((dots - mean) ** 2, variance) < 0.1 * variance
+
+
+@pytest.mark.parametrize("entries", ["signs", "uniform", "exponential"])
+def test_the_variance_law_needs_no_normal_distribution(entries):
+    rng = np.random.default_rng(8)
+    draw = {
+        "signs": lambda size: rng.choice([-1.0, 1.0], size),
+        "uniform": lambda size: rng.uniform(-math.sqrt(3), math.sqrt(3), size),
+        "exponential": lambda size: rng.exponential(size=size) - 1.0,
+    }[entries]
+    dots = ((draw((50_000, 8)) + 0.5) * draw((50_000, 8))).sum(axis=1)
+    assert_covers((dots - dots.mean()) ** 2, theory.dot_product_variance(8, mean_q=0.5))
+
+
+def test_variance_by_hand():
+    assert theory.dot_product_variance(64) == 64
+    assert math.sqrt(theory.dot_product_variance(512)) == pytest.approx(22.627417)
+    assert theory.dot_product_variance(64, correlation=1.0) == 128
+    assert theory.dot_product_mean(64, mean_q=0.5, mean_k=-2.0) == -64
+    assert theory.dot_product_variance(0) == theory.dot_product_mean(0, correlation=1.0) == 0
+    assert theory.divided_variance(np.var([2, 4, 6]), 2.0) == pytest.approx(np.var([1, 2, 3]))
+
+
+@pytest.mark.parametrize("d_k", [0, 1, 3, 7])
+def test_terms_of_the_square_are_counted_right(d_k):
+    pairs = list(itertools.product(range(d_k), repeat=2))
+    squares = sum(i == j for i, j in pairs)
+    assert theory.squared_sum_terms(d_k) == (len(pairs), squares, len(pairs) - squares)
+
+
+@pytest.mark.parametrize("sharpness", [0.1, 1.0, 10.0])
+def test_the_jacobian_is_the_slope_of_softmax(sharpness):
+    x = sharpness * np.random.default_rng(0).standard_normal((2, 6))
+    jacobian = theory.softmax_jacobian(softmax(x))
+    for j in range(6):
+        step = np.zeros(6)
+        step[j] = 1e-6
+        slope = (softmax(x + step) - softmax(x - step)) / 2e-6
+        np.testing.assert_allclose(jacobian[..., j], slope, atol=1e-9)
+
+
+def test_the_sizes_of_the_jacobian():
+    p = softmax(2 * np.random.default_rng(1).standard_normal((5, 7)))
+    jacobian, size = theory.softmax_jacobian(p), theory.jacobian_size(p)
+    np.testing.assert_allclose(size.trace, 1 - (p**2).sum(axis=-1), rtol=1e-13)
+    p2, p3 = (p**2).sum(axis=-1), (p**3).sum(axis=-1)
+    np.testing.assert_allclose(size.frobenius, np.sqrt(p2 - 2 * p3 + p2**2), rtol=1e-12)
+    np.testing.assert_allclose(size.spectral, np.linalg.svd(jacobian, compute_uv=False)[..., 0], rtol=1e-12)
+    assert (size.spectral <= 0.5).all()
+    np.testing.assert_allclose(np.diag(theory.softmax_jacobian([0.3, 0.3, 0.2, 0.2])), [0.21, 0.21, 0.16, 0.16])
+    assert theory.jacobian_size([1.0, 0.0, 0.0]) == (0, 0, 0)
+    uniform = theory.jacobian_size(np.full(8, 1 / 8))
+    assert float(uniform.trace) == pytest.approx(7 / 8)
+    rows = attention(np.ones((1, 1)), np.log(p[0])[:, None], np.zeros((7, 1)), scale=1.0).statistics
+    assert float(rows.jacobian_norm[0]) == pytest.approx(float(size.frobenius[0]), rel=1e-12)
+
+
+def test_the_saturation_index():
+    assert float(theory.saturation_index(math.sqrt(2 * math.log(50)), 50)) == pytest.approx(1.0)
+    assert np.isnan(theory.saturation_index(1.0, [0, 1])).all()
+    assert theory.saturation_index([1.0, 2.0], 100).shape == (2,)
+    begins, nearly = theory.unscaled_crossover(1024)
+    assert float(theory.saturation_index(math.sqrt(begins), 1024)) == pytest.approx(1.0)
+    assert float(theory.saturation_index(math.sqrt(nearly), 1024)) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("x", [1e-8, 1e-3, 0.1, 0.5, 1.0, 1.4616321449683622, 2.0, 9.99, 10.0, 123.4, 1e6])
+def test_digamma_is_mpmaths(x):
+    expected = float(mpmath.digamma(x))
+    assert abs(theory.digamma(x) - expected) <= 1e-13 * max(1.0, abs(expected))
+
+
+def two_keys(sigma):
+    """E H and E Σp² for two keys: softmax of a difference that is N(0, 2σ²), by a fine sum."""
+    z = np.linspace(-12, 12, 400_001)
+    density = np.exp(-z * z / 2) / math.sqrt(2 * math.pi) * (z[1] - z[0])
+    x = math.sqrt(2) * sigma * np.abs(z)
+    small = np.exp(-x) / (1 + np.exp(-x))
+    h = np.log1p(np.exp(-x)) + x * small
+    return float(density @ h), float(density @ (small**2 + (1 - small) ** 2))
+
+
+@pytest.mark.parametrize("sigma", [0.0, 0.3, 1.0, 3.0, 10.0, 40.0])
+def test_expected_softmax_of_two_keys_by_quadrature(sigma):
+    found = theory.expected_softmax(sigma, 2)
+    expected = two_keys(sigma)
+    assert found.entropy == pytest.approx(expected[0], abs=1e-6)
+    assert found.sum_p2 == pytest.approx(expected[1], abs=1e-6)
+    assert found.entropy_ratio == pytest.approx(found.entropy / math.log(2))
+
+
+@pytest.mark.parametrize(
+    ("sigma", "n", "rows"), [(1.0, 64, 4000), (3.0, 64, 8000), (8.0, 1024, 2000), (22.6, 17, 20000)]
+)
+def test_expected_softmax_by_sampling(sigma, n, rows):
+    logits = sigma * np.random.default_rng(9).standard_normal((rows, n))
+    statistics = attention(np.ones((rows, 1, 1)), logits[..., None], np.zeros((rows, n, 0)), scale=1.0).statistics
+    found = theory.expected_softmax(sigma, n)
+    assert_covers(statistics.entropy.ravel(), found.entropy)
+    assert assert_covers(statistics.sum_p2.ravel(), found.sum_p2) < 0.01
+
+
+def test_expected_softmax_without_spread_is_uniform():
+    for n in (2, 1000, 10**6):
+        found = theory.expected_softmax(0.0, n)
+        assert found.entropy == pytest.approx(math.log(n), abs=1e-6)
+        assert found.sum_p2 == pytest.approx(1 / n, rel=1e-6)
+
+
+def test_condensation_says_what_the_design_says():
+    assert theory.condensation(1.0, 1024).entropy_ratio == pytest.approx(0.928, abs=5e-4)
+    assert theory.condensation(math.sqrt(8), 1024).entropy_ratio == pytest.approx(0.42, abs=5e-3)
+    for rho, sum_p2 in ((2.14, 0.53), (6.07, 0.835)):
+        found = theory.condensation(rho * math.sqrt(2 * math.log(1024)), 1024)
+        assert found.saturation_index == pytest.approx(rho)
+        assert found.regime == "condensed"
+        assert found.sum_p2 == pytest.approx(sum_p2, abs=5e-3)
+        assert found.entropy == pytest.approx(float(mpmath.digamma(1) - mpmath.digamma(1 - 1 / rho)))
+    assert theory.condensation(0.5, 64).regime == "spread"
+
+
+def test_condensation_is_trusted_where_it_is_good():
+    """Within 0.03 of the exact entropy ratio up to ρ = ½, within 0.12 of the exact Σp² from ρ = 2, for n ≥ 64."""
+    worst = {"spread": 0.0, "condensed": 0.0}
+    for n, rho in itertools.product((64, 1024, 65536), (0.05, 0.25, 0.4999, 0.75, 1.5, 2.0001, 3.0, 5.0)):
+        sigma = rho * math.sqrt(2 * math.log(n))
+        law, exact = theory.condensation(sigma, n), theory.expected_softmax(sigma, n)
+        assert law.trusted == (rho < 0.5 or rho > 2)
+        if rho < 0.5:
+            worst["spread"] = max(worst["spread"], abs(law.entropy_ratio - exact.entropy_ratio))
+        elif rho > 2:
+            worst["condensed"] = max(worst["condensed"], abs(law.sum_p2 - exact.sum_p2))
+    assert worst["spread"] < 0.03
+    assert worst["condensed"] < 0.12
+    assert worst["condensed"] > 0.01  # the stated bound is of the right order, not idle
+
+
+def test_condensation_of_sum_p2_below_the_transition():
+    for rho, n in ((0.2, 10**5), (0.4, 10**5)):
+        sigma = rho * math.sqrt(2 * math.log(n))
+        assert theory.condensation(sigma, n).sum_p2 == pytest.approx(math.exp(sigma**2) / n)
+        assert theory.condensation(sigma, n).sum_p2 == pytest.approx(theory.expected_softmax(sigma, n).sum_p2, rel=0.05)
+
+
+@pytest.mark.parametrize("n", [2, 3, 10, 1000])
+@pytest.mark.parametrize("gap", [0.0, 0.5, 3.0, 30.0])
+def test_the_entropy_bound_is_reached_by_one_high_logit(n, gap):
+    x = np.zeros((1, n))
+    x[0, 0] = gap
+    rows = attention(np.ones((1, 1, 1)), x[..., None], np.zeros((1, n, 0)), scale=1.0).statistics
+    bound = theory.entropy_lower_bound(np.std(x), n)
+    assert float(rows.entropy[0, 0]) == pytest.approx(float(bound), rel=1e-9, abs=1e-15)
+
+
+@settings(deadline=None, max_examples=80, derandomize=True)
+@given(x=st.lists(st.floats(-30, 30), min_size=1, max_size=12), power=st.sampled_from([0.1, 1.0, 3.0]))
+def test_the_entropy_bound_is_never_violated(x, power):
+    x = power * np.array([x])
+    rows = attention(np.ones((1, 1, 1)), x[..., None], np.zeros((1, x.shape[1], 0)), scale=1.0).statistics
+    bound = theory.entropy_lower_bound(np.sqrt(rows.logit_variance), rows.visible_keys)
+    assert rows.entropy[0, 0] >= bound[0, 0] * (1 - 1e-9) - 1e-13
+
+
+def test_the_entropy_bound_falls_with_the_spread():
+    bounds = theory.entropy_lower_bound([0.0, 0.1, 1.0, 10.0, 1e4, math.inf], 64)
+    assert float(bounds[0]) == pytest.approx(math.log(64))
+    assert (np.diff(bounds) <= 0).all()
+    assert bounds[-1] == 0
+    assert float(theory.entropy_lower_bound(3.0, 1)) == 0
+
+
+D_MODEL, D_K, HEADS = 24, 6, 4
+
+
+def projection(name, rng, draws):
+    """W `[draws, dₖ, d_model]` and bias `[draws, dₖ]` as each initialisation would draw one head of it."""
+    shape = (draws, D_K, D_MODEL)
+    bias = np.zeros((draws, D_K))
+    if name == "torch":
+        edge = 1 / math.sqrt(D_MODEL)
+        return rng.uniform(-edge, edge, shape), rng.uniform(-edge, edge, bias.shape)
+    if name in ("xavier", "xavier_packed"):
+        fan_out = HEADS * D_K if name == "xavier" else 3 * D_MODEL
+        edge = math.sqrt(6 / (D_MODEL + fan_out))
+        return rng.uniform(-edge, edge, shape), bias
+    spread = {"unit": D_MODEL**-0.5, "unit_weights": 1.0, "kaiming": math.sqrt(2 / D_MODEL), "gpt2": 0.02}
+    spread["absorbed"] = D_MODEL**-0.5 * D_K**-0.25
+    return spread[name] * rng.standard_normal(shape), bias
+
+
+@pytest.mark.parametrize("name", sorted(theory.initialisations()))
+def test_initial_variance_by_sampling(name):
+    rng = np.random.default_rng(10)
+    draws = 12_000
+    law = theory.initial_variance(name, d_model=D_MODEL, d_k=D_K, heads=HEADS, input_variance=2.0)
+    sides = []
+    for _ in range(2):
+        weight, bias = projection(name, rng, draws)
+        assert weight.var() == pytest.approx(law.weight, rel=0.02)
+        x = math.sqrt(2.0) * rng.standard_normal((draws, D_MODEL))
+        sides.append(np.einsum("nij,nj->ni", weight, x) + bias)
+    assert_covers((sides[0] ** 2).mean(axis=1), law.entry)
+    assert_covers((sides[0] * sides[1]).sum(axis=1) ** 2, law.dot_product)
+
+
+@pytest.mark.slow
+def test_torchs_own_layers_start_with_the_stated_variance():
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(512, 512)
+    law = theory.initial_variance("torch", d_model=512, d_k=64, heads=8)
+    assert float(linear.weight.detach().var()) == pytest.approx(law.weight, rel=0.02)
+    packed = torch.nn.MultiheadAttention(512, 8).in_proj_weight.detach()
+    law = theory.initial_variance("xavier_packed", d_model=512, d_k=64, heads=8)
+    assert float(packed.var()) == pytest.approx(law.weight, rel=0.02)
+    torch.nn.init.xavier_uniform_(linear.weight)
+    law = theory.initial_variance("xavier", d_model=512, d_k=64, heads=8)
+    assert float(linear.weight.detach().var()) == pytest.approx(law.weight, rel=0.02)
+
+
+def measured_gradient(scale, d_k, n, seed=11):
+    """Mean ‖∂loss/∂q‖ per unit of ‖∂loss/∂o‖ for Gaussian q, k, v and output gradient."""
+    rng = np.random.default_rng(seed)
+    q, grad = rng.standard_normal((2, 8, 32, d_k))
+    k, v = rng.standard_normal((2, 8, n, d_k))
+    norms = np.linalg.norm(attention_gradients(q, k, v, grad, scale=scale).query, axis=-1)
+    return float((norms / np.linalg.norm(grad, axis=-1)).mean())
+
+
+def test_gradient_scale_has_the_order_and_size_of_measured_gradients():
+    d_k, n = 64, 1024
+    for policy in (1.0, d_k**-0.5, 1 / d_k):
+        predicted, measured = theory.gradient_scale(policy, d_k=d_k, n=n), measured_gradient(policy, d_k, n)
+        factor = 1.15 if policy < 1 else 3.0
+        assert measured / factor < predicted < measured * factor
+    inverse, root, none = (theory.gradient_scale(d_k**-power, d_k=d_k, n=n) for power in (1, 0.5, 0))
+    assert inverse < 0.2 * root < root < 0.2 * none
+    assert theory.gradient_scale(-0.125, d_k=64, n=1024) == root
+    assert theory.gradient_scale(0.0, d_k=64, n=1024) == 0
+
+
+def test_query_gradient_norm_is_its_formula():
+    assert theory.query_gradient_norm(0.25, d_k=16, jacobian_norm=0.3, output_gradient_norm=2.0) == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: theory.dot_product_variance(-1), r"d_k must not be negative, got -1"),
+        (lambda: theory.dot_product_mean(4, std_q=-1.0), r"std_q and std_k must not be negative, got -1.0 and 1.0"),
+        (lambda: theory.dot_product_variance(4, correlation=1.5), r"correlation must lie in \[-1, 1\], got 1.5"),
+        (lambda: theory.squared_sum_terms(-2), r"d_k must not be negative, got -2"),
+        (lambda: theory.divided_variance(1.0, 0.0), r"divisor must not be 0"),
+        (lambda: theory.condensation(1.0, 1), r"n must be at least 2 keys, got 1"),
+        (lambda: theory.expected_softmax(-1.0, 4), r"sigma must be finite and not negative, got -1.0"),
+        (lambda: theory.expected_softmax(math.inf, 4), r"sigma must be finite and not negative, got inf"),
+        (lambda: theory.unscaled_crossover(1), r"n must be at least 2 keys, got 1"),
+        (lambda: theory.digamma(0.0), r"x must be positive, got 0.0"),
+        (lambda: theory.digamma(math.nan), r"x must be positive, got nan"),
+        (
+            lambda: theory.initial_variance("he", d_model=4, d_k=2),
+            r"unknown initialisation 'he'; known: absorbed, gpt2",
+        ),
+        (
+            lambda: theory.initial_variance("unit", d_model=0, d_k=2),
+            r"d_model, d_k and heads must be at least 1 .*got 0, 2",
+        ),
+    ],
+)
+def test_wrong_arguments_are_named(call, text):
+    with pytest.raises(SqrtdkError, match=text) as raised:
+        call()
+    assert isinstance(raised.value, ValueError)
