@@ -6,8 +6,20 @@ import itertools
 import math
 from dataclasses import dataclass, field
 
+import ml_dtypes
 import mpmath
 import numpy as np
+
+DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}
+
+
+def draw(seed, q_shape, k_shape, d_v, dtype=np.float64, sharpness=2.0):
+    """q, k, v of a call with sharp attention: in a near-uniform one a wrong scale would be invisible."""
+    rng = np.random.default_rng(seed)
+    q = sharpness * rng.standard_normal(q_shape)
+    k = rng.standard_normal(k_shape)
+    v = rng.standard_normal((*k_shape[:-1], d_v))
+    return tuple(x.astype(dtype) for x in (q, k, v))
 
 
 @dataclass
@@ -150,3 +162,12 @@ def exact_row(logits):
             "logit_mean": mean,
             "logit_variance": mpmath.fsum((value - mean) ** 2 for value in x) / n,
         }
+
+
+def same(one, other):
+    """Equal to the bit: output, weights and every statistic."""
+    assert one.output.tobytes() == other.output.tobytes()
+    if one.weights is not None and other.weights is not None:
+        np.testing.assert_array_equal(one.weights, other.weights)
+    for name in one.statistics.__dataclass_fields__:
+        np.testing.assert_array_equal(getattr(one.statistics, name), getattr(other.statistics, name), err_msg=name)

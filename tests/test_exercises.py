@@ -300,11 +300,13 @@ def test_explain_curves_meet_the_table():
 # All
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exercise", ALL, ids=lambda exercise: exercise.__name__)
 def test_defaults_run_in_three_seconds_and_say_something(exercise):
-    began = time.process_time()
+    began = time.thread_time()
     record = exercise()
-    assert time.process_time() - began < 6.0  # three seconds on a free machine; generous on a busy one
+    # Of this thread alone, and twice the time of a free machine: on a busy one BLAS threads wait for each other.
+    assert time.thread_time() - began < 6.0
     assert record.kind == exercise.__name__
     assert len(record.reading) >= 3
     assert all(sentence.endswith(".") for sentence in record.reading)

@@ -60,7 +60,8 @@ def attention(
             `[H, 1]`, per query `[H, L]`; one-dimensional only for one head `[L, D]`), a policy or its name.
         mask: boolean (True: may attend) or additive float (−inf: may not), broadcast to `[..., H, L, S]`.
         causal: query i sees key j ≤ i + causal_offset; combined with the mask by intersection.
-        causal_offset: 0 if L = S; must be given otherwise: S − L aligns the ends, 0 the starts.
+        causal_offset: 0 if L = S; must be given otherwise: S − L aligns the ends, 0 the starts. It is the first query's
+            absolute position, also for policies that ask for positions.
         window: (left, right): query i sees keys from i + offset − left to i + offset + right, ends included;
             None leaves a side open.
         softcap: logits become softcap·tanh(scores/softcap).
@@ -71,7 +72,7 @@ def attention(
     Returns:
         `Attention(output, statistics, weights)`, output and weights in the dtype of q. Computation is in float64
         and holds a block of rows at a time. A row that sees nothing gives zeros. What is masked has no influence,
-        even if it is NaN; what is visible and NaN makes its rows NaN.
+        even if it is NaN; what is visible and NaN, or gives logits beyond float64, makes its rows NaN.
 
     With L = 2 and S = 4 the two usual alignments see (x: visible)::
 

@@ -225,16 +225,19 @@ def _describe(rows: Rows, soft: _Softmax) -> AttentionStatistics:
 
 
 def _mean_and_variance(x: Array, visible: Array, origin: Array) -> tuple[Array, Array]:
-    """Mean and population variance over the visible keys; NaN without any."""
+    """Mean and population variance over the visible keys; NaN without any.
+
+    Measured from `origin`, one of the numbers: the distances of a row that differs by an ulp are exact, so the rounding
+    of their mean cannot hide the spread; then two passes.
+    """
     count = visible.sum(axis=-1)
     n = np.where(count > 0, count, 1)
     apart = np.where(visible, x - origin, 0.0)
     centre = apart.sum(axis=-1) / n
     deviation = np.where(visible, apart - centre[..., None], 0.0)
-    # Two passes, corrected: the rounding of the centre itself would cost up to a quarter on rows that differ by an ulp.
-    square = (deviation * deviation).sum(axis=-1) - deviation.sum(axis=-1) ** 2 / n
-    nothing = np.where(count > 0, 0.0, np.nan)
-    return np.where(count > 0, origin[..., 0] + centre, np.nan), np.maximum(square, 0.0) / n + nothing
+    some = count > 0
+    variance = (deviation * deviation).sum(axis=-1) / n
+    return np.where(some, origin[..., 0] + centre, np.nan), np.where(some, variance, np.nan)
 
 
 class RowGradients(NamedTuple):

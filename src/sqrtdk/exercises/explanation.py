@@ -110,7 +110,7 @@ def _law_curve(n: int, rho: float) -> dict[str, list[float | None]]:
     last = max(3.0, 1.15 * rho)
     grid = np.linspace(0.0, last, 121)
     # Closer where the curve bends; each exact point costs a quadrature.
-    coarse = np.concatenate([np.linspace(0.0, 1.6, 13), np.linspace(1.6, last, 6)[1:]])
+    coarse = np.concatenate([np.linspace(0.0, 1.6, 13), np.geomspace(1.6, last, 8)[1:]])
     width = math.sqrt(2.0 * math.log(n))
     law = [theory.condensation(float(x) * width, n) for x in grid]
     exact = [theory.expected_softmax(float(x) * width, n) for x in coarse]

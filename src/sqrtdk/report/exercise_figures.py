@@ -10,8 +10,8 @@ from sqrtdk.report.figure import Axis, Dash, Figure, Heatmap, Line, Note, Panel,
 from sqrtdk.report.palette import ACCENT, NEUTRAL, policy_colour, policy_label
 
 _POLICIES = ("none", "sqrt", "inverse")
-# Sizes dₖ have colours of their own, as the others stand for policies.
-_SIZE_COLOURS = (ACCENT, "#b08900", "#0f9fb0", NEUTRAL)
+# For sizes and quantities: the colours of the three policies stand for the policies alone.
+_OTHER_COLOURS = (ACCENT, "#b08900", "#0f9fb0", NEUTRAL)
 _DASHES: tuple[Dash, ...] = ("solid", "dash", "dot")
 
 
@@ -60,7 +60,7 @@ def _show_densities(record: Record, policy: str, title: str) -> Panel:
         Line(
             numbers(curve["x"]),
             numbers(curve["density"]),
-            _SIZE_COLOURS[index % len(_SIZE_COLOURS)],
+            _OTHER_COLOURS[index % len(_OTHER_COLOURS)],
             f"dₖ = {curve['d_k']}",
             dash=_DASHES[index % len(_DASHES)],
         )
@@ -76,15 +76,15 @@ def show_saturation(record: Record) -> Figure:
     main = next(row for row in record.tables["points"] if row["main"])
     marks = (ReferenceLine(main["x"], f"saturated, x = {main['x']:.2f}", "vertical"),)
     axis = Axis("x")
-    blue, orange, green = policy_colour("sqrt"), policy_colour("none"), policy_colour("inverse")
+    violet, amber, teal, grey = _OTHER_COLOURS
     others = int(record.spec["zeros"])
     weights = Panel(
         "Weights",
         axis,
         Axis("weight", low=0.0, high=1.14),
         (
-            Line(x, numbers(curves["first_weight"]), blue, "weight of x"),
-            Line(x, numbers(curves["other_weight"]), blue, f"weight of each of the {others} zeros", dash="dash"),
+            Line(x, numbers(curves["first_weight"]), violet, "weight of x"),
+            Line(x, numbers(curves["other_weight"]), violet, f"weight of each of the {others} zeros", dash="dash"),
         ),
         marks,
     )
@@ -93,9 +93,9 @@ def show_saturation(record: Record) -> Figure:
         axis,
         Axis("size", low=0.0, high=1.14),
         (
-            Line(x, numbers(curves["jacobian_trace"]), orange, "Jacobian trace 1 − Σp²"),
-            Line(x, numbers(curves["slope"]), ACCENT, "slope p(1 − p) of x's weight"),
-            Line(x, numbers(curves["entropy_ratio"]), green, "entropy ratio H/ln n", dash="dash"),
+            Line(x, numbers(curves["jacobian_trace"]), amber, "Jacobian trace 1 − Σp²"),
+            Line(x, numbers(curves["slope"]), teal, "slope p(1 − p) of x's weight"),
+            Line(x, numbers(curves["entropy_ratio"]), grey, "entropy ratio H/ln n", dash="dash"),
         ),
         marks,
     )
@@ -119,7 +119,7 @@ def show_saturation(record: Record) -> Figure:
             Points(
                 (main["x"],),
                 (0.0,),
-                orange,
+                amber,
                 size=10,
                 symbol="diamond",
                 text=(f"{main['definition']}: x = {main['x']:.3f}",),

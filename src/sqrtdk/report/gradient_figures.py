@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from sqrtdk.records import Record
-from sqrtdk.report.figure import Axis, Figure, Heatmap, Line, Note, Panel, Points, ReferenceLine, Series, numbers
+from sqrtdk.report.figure import Axis, Dash, Figure, Heatmap, Line, Note, Panel, Points, ReferenceLine, Series, numbers
 from sqrtdk.report.palette import NEUTRAL, policy_colour, policy_label
 
 _POLICIES = ("none", "sqrt", "inverse")
+_MEASURES: dict[str, Dash] = {"mean": "solid", "median": "dash", "p5": "dot"}
 
 
 def show_gradients(record: Record) -> Figure:
@@ -62,13 +63,13 @@ def _show_gradient_norms(rows: Sequence[Any], n: int, quantity: str, title: str)
     series: list[Series] = []
     for policy in _POLICIES:
         mine = sorted((row for row in rows if row["scale"] == policy and row["n"] == n), key=lambda row: row["d_k"])
-        x = numbers(row["d_k"] for row in mine)
-        colour = policy_colour(policy)
-        series.append(
-            Line(x, numbers(row[f"{quantity}_mean"] for row in mine), colour, policy_label(policy), width=2.4)
-        )
-        series.append(Line(x, numbers(row[f"{quantity}_median"] for row in mine), colour, dash="dash", width=1.6))
-        series.append(Line(x, numbers(row[f"{quantity}_p5"] for row in mine), colour, dash="dot", width=1.6))
+        x, colour = numbers(row["d_k"] for row in mine), policy_colour(policy)
+        for measure, dash in _MEASURES.items():
+            y = numbers(row[f"{quantity}_{measure}"] for row in mine)
+            group = policy_label(policy) if measure == "mean" else None
+            series.append(Line(x, y, colour, group, dash=dash, width=2.4 if measure == "mean" else 1.6))
+            # A single dₖ makes no line, but a dot.
+            series.append(Points(x, y, colour, size=3.5))
     sizes = sorted({row["d_k"] for row in rows})
     return Panel(
         title, Axis("dₖ", log=True, ticks=tuple((float(d), str(d)) for d in sizes)), Axis("", log=True), tuple(series)

@@ -168,7 +168,11 @@ def _heatmap_trace(series: Heatmap) -> dict[str, Any]:
         "hovertemplate": "row %{y}, column %{x}: %{z:.4g}<extra></extra>",
     }
     if series.text is not None:
-        trace |= {"text": series.text, "texttemplate": "%{text}", "textfont": {"size": 11}}
+        trace |= {
+            "text": [[escape(text) for text in row] for row in series.text],
+            "texttemplate": "%{text}",
+            "textfont": {"size": 11},
+        }
     return trace
 
 

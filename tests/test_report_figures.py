@@ -1,0 +1,264 @@
+"""Every kind of record has a figure, and the figure shows the record's numbers."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from example_records import POLICIES, every_kind, make_ablation, make_claims, make_swap
+from sqrtdk.errors import InvalidValueError
+from sqrtdk.exercises import gradients, temperature
+from sqrtdk.report import figure_for, figure_kinds
+from sqrtdk.report.figure import Axis, Band, Figure, Heatmap, Line, Panel, Points, numbers
+from sqrtdk.report.palette import VERDICT_COLOURS, policy_colour
+
+KINDS = ("ablation", "claims", "explain", "gradients", "saturation", "swap", "temperature", "variance")
+
+
+def series_of(figure, kind):
+    return [series for panel in figure.panels for series in panel.series if isinstance(series, kind)]
+
+
+def panel_named(figure, title):
+    (panel,) = [panel for panel in figure.panels if panel.title == title]
+    return panel
+
+
+def test_every_kind_has_a_figure():
+    assert sorted(figure_kinds()) == sorted(KINDS)
+    assert sorted(every_kind()) == sorted(KINDS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_figures_are_titled_and_not_empty(kind):
+    figure = figure_for(every_kind()[kind])
+    assert figure.title
+    assert figure.panels
+    for panel in figure.panels:
+        assert panel.series
+        assert panel.title or len(figure.panels) == 1
+
+
+def test_unknown_kind_lists_the_known():
+    with pytest.raises(InvalidValueError, match=r"unknown record kind 'variants'; known: ablation, claims, .*variance"):
+        figure_for(replace(every_kind()["variance"], kind="variants"))
+
+
+def test_variance_figure_shows_the_measurements():
+    record = every_kind()["variance"]
+    drawn = series_of(figure_for(record), Points)
+    for points, policy in zip(drawn, POLICIES, strict=True):
+        rows = [row for row in record.tables["variance"] if row["scale"] == policy]
+        assert points.y == tuple(row["measured"] for row in rows)
+        assert points.low == tuple(row["low"] for row in rows)
+        assert points.high == tuple(row["high"] for row in rows)
+        assert points.colour == policy_colour(policy)
+
+
+def test_saturation_figure_marks_the_main_point():
+    record = every_kind()["saturation"]
+    figure = figure_for(record)
+    main = record.tables["points"][0]["x"]
+    assert [line.value for panel in figure.panels for line in panel.lines] == [main, main]
+    assert series_of(figure, Points)[0].x == tuple(row["x"] for row in record.tables["points"])
+
+
+def test_temperature_patterns_share_one_colour_range():
+    record = every_kind()["temperature"]
+    maps = series_of(figure_for(record), Heatmap)
+    assert len(maps) == 3
+    assert len({(heatmap.low, heatmap.high) for heatmap in maps}) == 1
+    largest = max(value for pattern in record.curves["patterns"] for row in pattern["weights"] for value in row)
+    assert maps[0].high == largest
+    assert [list(map(list, heatmap.z)) for heatmap in maps] == [
+        pattern["weights"] for pattern in record.curves["patterns"]
+    ]
+
+
+@pytest.mark.parametrize("relatives", [(1.0,), (0.5, 1.0), (0.25, 0.5, 1.0, 2.0, 4.0)])
+def test_temperature_figure_for_any_number_of_temperatures(relatives):
+    record = temperature(d_k=4, n=4, relatives=relatives, queries=2, draws=8)
+    assert len(series_of(figure_for(record), Heatmap)) == len(relatives)
+
+
+def test_gradient_heat_maps_are_centred_on_zero():
+    for heatmap in series_of(figure_for(every_kind()["gradients"]), Heatmap):
+        assert heatmap.low == -heatmap.high
+        assert heatmap.text is not None
+
+
+def test_gradient_lines_are_mean_median_and_percentile():
+    record = every_kind()["gradients"]
+    panel = panel_named(figure_for(record), "‖∂loss/∂q‖, n = 4 keys")
+    rows = [row for row in record.tables["vanish"] if row["scale"] == "none" and row["n"] == 4]
+    mean, median, low = [
+        line for line in panel.series if isinstance(line, Line) and line.colour == policy_colour("none")
+    ]
+    assert mean.y == tuple(row["grad_q_mean"] for row in rows)
+    assert median.y == tuple(row["grad_q_median"] for row in rows)
+    assert low.y == tuple(row["grad_q_p5"] for row in rows)
+    assert (mean.dash, median.dash, low.dash) == ("solid", "dash", "dot")
+
+
+def test_gradients_of_one_size_are_visible_without_lines():
+    record = gradients(d_ks=(4,), ns=(4,), budget=1)
+    panel = panel_named(figure_for(record), "‖∂loss/∂q‖, n = 4 keys")
+    dots = [series for series in panel.series if isinstance(series, Points)]
+    row = record.tables["vanish"][0]
+    assert [series.y for series in dots[:3]] == [(row["grad_q_mean"],), (row["grad_q_median"],), (row["grad_q_p5"],)]
+
+
+def test_explanation_shows_measured_points_at_their_index():
+    record = every_kind()["explain"]
+    rows = {(row["scale"], row["quantity"]): row for row in record.tables["explain"]}
+    panel = panel_named(figure_for(record), "Concentration Σp²")
+    points = [series for series in panel.series if isinstance(series, Points)]
+    for drawn, policy in zip(points, POLICIES, strict=True):
+        assert drawn.x == (rows[policy, "saturation_index"]["measured"],)
+        assert drawn.y == (rows[policy, "sum_p2"]["measured"],)
+
+
+def test_law_is_left_out_where_it_is_not_trusted():
+    panel = panel_named(figure_for(every_kind()["explain"]), "Entropy ratio H/ln n")
+    law = panel.series[0]
+    assert all(math.isnan(y) == (0.5 < x < 2.0) for x, y in zip(law.x, law.y, strict=True) if abs(x - 0.5) > 1e-9)
+
+
+def test_claims_figure_has_one_mark_per_claim():
+    record = make_claims()
+    drawn = {series.group: series for series in series_of(figure_for(record), Points)}
+    assert set(drawn) == {"holds (2)", "wrong (2)", "depends (2)"}
+    assert drawn["wrong (2)"].text == ("exp", "models")
+    assert drawn["wrong (2)"].colour == VERDICT_COLOURS["wrong"]
+    places = [place for series in drawn.values() for place in zip(series.x, series.y, strict=True)]
+    assert len(set(places)) == 6
+
+
+# Training
+
+
+def test_ablation_has_a_thin_line_per_seed_and_a_bold_median_per_policy():
+    record = make_ablation(seeds=3)
+    lines = panel_named(figure_for(record), "Training loss").series
+    thin, bold = [line for line in lines if line.width < 1], [line for line in lines if line.width > 2]
+    assert len(thin) == 9
+    assert [line.group for line in bold] == ["no scaling", "1/√dₖ", "1/dₖ"]
+    runs = [run for run in record.curves["runs"] if run["scale"] == "sqrt"]
+    assert bold[1].y == tuple(sorted(values)[1] for values in zip(*(run["loss"] for run in runs), strict=True))
+
+
+def test_ablation_shows_every_final_loss():
+    record = make_ablation(seeds=3)
+    points = [s for s in panel_named(figure_for(record), "Final held-out loss").series if isinstance(s, Points)]
+    assert sorted(x for series in points for x in series.x) == sorted(
+        row["final_loss"] for row in record.tables["runs"]
+    )
+
+
+def test_ablation_counts_runs_without_a_loss_and_follows_the_others():
+    figure = figure_for(make_ablation(seeds=3, diverged=True))
+    panel = panel_named(figure, "Final held-out loss")
+    assert [label for _, label in panel.y.ticks] == ["no scaling (1 without)", "1/√dₖ", "1/dₖ"]
+    bold = next(line for line in panel_named(figure, "Training loss").series if line.group == "no scaling")
+    assert bold.x == (0.0, 10.0, 20.0, 30.0, 40.0, 50.0)
+
+
+def test_ablation_with_learning_rates_shows_the_best_and_all_final_losses():
+    record = make_ablation(lrs=(3e-4, 1e-3, 3e-3), inits=("unit", "absorbed"), seeds=2)
+    figure = figure_for(record)
+    lines = panel_named(figure, "Training loss").series
+    assert len([line for line in lines if line.width < 1]) == 2 * 2 * 3
+    shown = {y for line in lines if line.width < 1 for y in line.y}
+    assert shown == {y for run in record.curves["runs"] if run["lr"] == 1e-3 for y in run["loss"]}
+    by_rate = panel_named(figure, "Final held-out loss by learning rate")
+    points = [series for series in by_rate.series if isinstance(series, Points)]
+    assert sum(len(series.x) for series in points) == len(record.tables["runs"])
+    assert "best learning rate" in figure.caption
+    assert list(figure.legend())[:2] == ["no scaling, unit", "1/√dₖ, unit"]
+
+
+def test_ablation_over_sizes_has_a_loss_panel_for_each():
+    titles = [panel.title for panel in figure_for(make_ablation(d_ks=(16, 64))).panels]
+    assert titles[:2] == ["Training loss, dₖ = 16", "Training loss, dₖ = 64"]
+    assert "Accuracy, dₖ = 64" in titles
+
+
+def test_ablation_with_one_policy_colours_it_as_always():
+    record = make_ablation()
+    record = replace(
+        record,
+        tables={name: [row for row in rows if row["scale"] == "sqrt"] for name, rows in record.tables.items()},
+        curves={"runs": [run for run in record.curves["runs"] if run["scale"] == "sqrt"]},
+    )
+    colours = {line.colour for line in panel_named(figure_for(record), "Training loss").series}
+    assert colours == {policy_colour("sqrt")}
+
+
+def test_swap_shows_the_stages_of_every_seed():
+    record = make_swap()
+    panel = panel_named(figure_for(record), "Held-out loss by stage")
+    assert [label for _, label in panel.x.ticks] == ["trained", "swapped", "continued", "scratch"]
+    assert panel.series[1].y == (0.01, 0.07, 1.03, 2.6)
+    assert panel.series[-1].y == (0.01, 0.07, 0.53, 2.6)
+
+
+def test_swap_with_a_missing_loss_is_drawn_from_the_rest():
+    record = make_swap()
+    rows = [dict(row) for row in record.tables["swap"]]
+    rows[0]["continued_loss"] = None
+    panel = figure_for(replace(record, tables={**record.tables, "swap": rows})).panels[0]
+    assert math.isnan(panel.series[0].y[2])
+    assert panel.series[-1].y[2] == 1.03
+
+
+# The data model
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: Line((1.0,), (1.0, 2.0), "#000000"),
+        lambda: Points((1.0,), (1.0,), "#000000", low=(0.5,)),
+        lambda: Points((1.0,), (1.0,), "#000000", text=("a", "b")),
+        lambda: Band((1.0,), (1.0,), (1.0, 2.0), "#000000"),
+        lambda: Heatmap(((1.0,), (1.0, 2.0)), 0.0, 1.0),
+        lambda: Axis(low=1.0),
+        lambda: Axis(log=True, low=0.0, high=1.0),
+    ],
+)
+def test_series_that_cannot_be_drawn_are_refused(build):
+    with pytest.raises(InvalidValueError):
+        build()
+
+
+def test_numbers_turn_nothing_into_nan():
+    assert numbers([1, None])[0] == 1.0
+    assert math.isnan(numbers([1, None])[1])
+
+
+def test_legend_names_each_group_once_and_leaves_out_the_nameless():
+    line, nameless = Line((0.0,), (1.0,), "#111111", "a"), Line((0.0,), (1.0,), "#222222")
+    panel = Panel("p", Axis(), Axis(), (line, nameless, line))
+    assert Figure("f", (panel, panel)).legend() == {"a": line}
+
+
+def relative_luminance(colour):
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("background", ["#ffffff", "#14171c"])
+def test_colours_stand_out_on_light_and_dark_pages(background):
+    from sqrtdk import scales
+
+    for colour in [policy_colour(name) for name in scales.names()] + list(VERDICT_COLOURS.values()):
+        pair = sorted([relative_luminance(colour), relative_luminance(background)])
+        assert (pair[1] + 0.05) / (pair[0] + 0.05) >= 3.0, colour
+
+
+def test_every_registered_policy_has_a_colour_of_its_own():
+    from sqrtdk import scales
+
+    colours = [policy_colour(name) for name in scales.names()]
+    assert len(set(colours)) == len(colours)
