@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 REPORT := sqrtdk-report.html
 RUNS := build/runs.sqlite
+# Two test processes on two cores: BLAS threads of their own would only wait for each other.
+PYTEST := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test check lint test-long test-all bench clean
@@ -44,11 +46,11 @@ run: $(VENV)/run.stamp
 	$(BIN)/sqrtdk report --output $(REPORT) --store $(RUNS)
 
 test: $(VENV)/dev.stamp
-	$(BIN)/python -m pytest -n 2 -m "not long"
+	$(PYTEST) -n 2 -m "not long"
 
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
-	$(BIN)/python -m pytest -n 2 -m "not slow and not long"
+	$(PYTEST) -n 2 -m "not slow and not long"
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
@@ -58,7 +60,7 @@ lint: $(VENV)/dev.stamp
 
 test-long: $(VENV)/models.stamp
 	command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; }
-	$(BIN)/python -m pytest -m long
+	$(PYTEST) -m long
 
 test-all: test test-long
 

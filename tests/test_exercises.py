@@ -3,7 +3,6 @@
 import math
 import subprocess
 import sys
-import time
 
 import mpmath
 import numpy as np
@@ -302,11 +301,8 @@ def test_explain_curves_meet_the_table():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("exercise", ALL, ids=lambda exercise: exercise.__name__)
-def test_defaults_run_in_three_seconds_and_say_something(exercise):
-    began = time.thread_time()
+def test_defaults_say_something(exercise):
     record = exercise()
-    # Of this thread alone, and twice the time of a free machine: on a busy one BLAS threads wait for each other.
-    assert time.thread_time() - began < 6.0
     assert record.kind == exercise.__name__
     assert len(record.reading) >= 3
     assert all(sentence.endswith(".") for sentence in record.reading)

@@ -199,7 +199,7 @@ def _render_named_table(record: Record, name: str) -> str:
     if not rows:
         return ""
     if record.kind == "claims":
-        shown = rows
+        shown = [{name: row.get(name) for name in _CLAIM_COLUMNS} for row in rows]
         return _render_filter(record) + render_table(shown, classes="claims")
     table = render_table(rows)
     title = _TABLE_TITLES.get(name, "The numbers" if name == record.kind else name.replace("_", " "))

@@ -59,6 +59,7 @@ def render_fragment(figure: Figure, name: str) -> str:
     panels = []
     for index, (panel, chart) in enumerate(zip(figure.panels, draw(figure), strict=True)):
         # In JSON "<" occurs inside strings only, so it can be spelled in a way that cannot end the script element.
+        # Plotly 7.1 was seen to do so itself, but does not promise it.
         data = chart.to_json().replace("<", "\\u003c")
         target = escape(f"{name}-{index}")
         heading = f"<h4>{escape(panel.title)}</h4>" if panel.title else ""
