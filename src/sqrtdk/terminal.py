@@ -32,16 +32,16 @@ def print_json(record: Record, *, curves: bool = True) -> None:
 
 def print_record(record: Record, tables: dict[str, Sequence[str] | None]) -> None:
     """Print the named tables of a record, each with the named columns (None: all), and what they show."""
-    console = Console(highlight=False)
+    console = _stdout()
     for name, columns in tables.items():
         print_table(record.tables[name], columns, console=console)
     for sentence in record.reading:
-        console.print(f"• {escape(sentence)}", soft_wrap=not console.is_terminal)
+        console.print(f"• {escape(sentence)}")
 
 
 def print_table(rows: Sequence[Row], columns: Sequence[str] | None = None, *, console: Console | None = None) -> None:
     """Print rows as a table; numbers stand right, verdicts in colour."""
-    console = console or Console(highlight=False)
+    console = console or _stdout()
     if not rows:
         return
     names = list(columns or rows[0])
@@ -51,8 +51,7 @@ def print_table(rows: Sequence[Row], columns: Sequence[str] | None = None, *, co
         table.add_column(escape(title_column(name)), justify="right" if numeric else "left", overflow="fold")
     for row in rows:
         table.add_row(*(_cell(name, row[name]) for name in names))
-    # Without a terminal there is no width to fit into: cells stay on one line for whoever reads the pipe.
-    console.print(table, width=None if console.is_terminal else 400, soft_wrap=False)
+    console.print(table)
 
 
 def _cell(name: str, value: Any) -> str:
@@ -76,10 +75,15 @@ def markdown_table(rows: Sequence[Row], columns: Sequence[str]) -> str:
 
 def print_summary(records: Sequence[Record], page: Path) -> None:
     """Print the few lines that stand above a report: the verdicts, one sentence per record, where the page is."""
-    console = Console(highlight=False)
+    console = _stdout()
     for record in records:
         console.print(f"[bold]{escape(record.kind):<12}[/]{escape(record.headline)}", soft_wrap=True)
     console.print(f"[bold]{'page':<12}[/]{escape(str(page))}", soft_wrap=True)
+
+
+def _stdout() -> Console:
+    # Without a terminal there is no width to fit into: rows stay on one line for whoever reads the pipe.
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 1000)
 
 
 class Bar:
