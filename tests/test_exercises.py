@@ -8,9 +8,9 @@ import mpmath
 import numpy as np
 import pytest
 
-from sqrtdk import exercises
+from sqrtdk import attention_gradients, exercises
 from sqrtdk.errors import InvalidTypeError, InvalidValueError, SqrtdkError
-from sqrtdk.exercises.sampling import estimate_mean, sample_rows
+from sqrtdk.exercises.sampling import draw_attention, estimate_mean, sample_rows
 from sqrtdk.exercises.variance_law import estimate_std
 
 ALL = (
@@ -379,3 +379,11 @@ def test_exercises_load_numpy_alone():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_key_gradients_are_per_query():
+    q, k, v, grad_output = next(draw_attention(d_k=8, n=5, queries=7, seed=3))
+    slopes = attention_gradients(q, k, v, grad_output, scale=0.5)
+    (rows,) = sample_rows([0.5], d_k=8, n=5, draws=1, queries=7, seed=3)
+    np.testing.assert_allclose(rows.grad_k, np.full((1, 7), np.linalg.norm(slopes.key) / 7**0.5))
+    np.testing.assert_allclose(rows.grad_q[0], np.linalg.norm(slopes.query, axis=-1))

@@ -64,6 +64,7 @@ def test_quartiles_are_numpys(values):
 def test_quartiles_with_diverged_runs():
     assert quartiles([1.0, 2.0, math.inf, math.inf]) == (1.75, math.inf, math.inf)
     assert quartiles([math.inf]) == (math.inf, math.inf, math.inf)
+    assert quartiles([-math.inf, 1.0, 2.0, 3.0]) == (-math.inf, 1.5, 2.25)
 
 
 def test_summary_by_hand():

@@ -127,6 +127,16 @@ def test_swap_record_holds_the_stages_side_by_side():
     assert "none in place of sqrt" in middle["meaning"]
 
 
+def test_a_diverged_seed_counts_as_unsolved_in_a_swap():
+    record = swap_scale(Spec(d_model=16, batch=4, lr=1e30), seeds=2, start_steps=5, steps=5, workers=1)
+    for row in record.tables["summary"]:
+        assert (row["n"], row["diverged"], row["failed"]) == (2, 2, 0)
+        assert row["solved_fraction"] == 0.0
+        assert row["loss_median"] is None
+    assert "∞" in record.headline
+    assert "solved by 0 of 2 seeds" in record.reading[1]
+
+
 @pytest.mark.slow
 def test_processes_give_the_same_numbers_as_one(tmp_path):
     specs = grid(4)

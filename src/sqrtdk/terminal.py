@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,16 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from sqrtdk.records import Record, Row
-from sqrtdk.report.table import format_cell, title_column
+from sqrtdk.report.table import format_cell, is_number, title_column
 
 _VERDICT_STYLES = {"holds": "green", "wrong": "red", "depends": "yellow"}
+_GAP = 3
+# Texts may be broken into lines this short; numbers and single words are never broken.
+_NARROWEST_TEXT = 11
 
 
 def print_json(record: Record, *, curves: bool = True) -> None:
@@ -40,22 +43,82 @@ def print_record(record: Record, tables: dict[str, Sequence[str] | None]) -> Non
 
 
 def print_table(rows: Sequence[Row], columns: Sequence[str] | None = None, *, console: Console | None = None) -> None:
-    """Print rows as a table; numbers stand right, verdicts in colour."""
+    """Print rows as a table; numbers stand right, verdicts in colour.
+
+    A table too wide for the terminal is printed in parts, each with the columns that name a row.
+    """
     console = console or _stdout()
     if not rows:
         return
-    names = list(columns or rows[0])
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in names:
-        numeric = all(isinstance(row[name], int | float | None) for row in rows)
-        table.add_column(escape(title_column(name)), justify="right" if numeric else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(_cell(name, row[name]) for name in names))
-    console.print(table)
+    rows, names = _join_intervals(rows, list(columns or rows[0]))
+    widths = {name: _least_width(name, rows) for name in names}
+    for part in _split_columns(rows, names, widths, console.width):
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        whole = {name: max(len(title_column(name)), *(len(_text(name, row[name])) for row in rows)) for name in part}
+        tight = _table_width(whole.values()) > console.width
+        for name in part:
+            numeric = _is_numeric(name, rows)
+            # A fixed width keeps numbers whole: only texts give way when the terminal is narrow.
+            width = widths[name] if numeric and tight else None
+            table.add_column(
+                escape(title_column(name)), justify="right" if numeric else "left", overflow="fold", width=width
+            )
+        for row in rows:
+            table.add_row(*(_cell(name, row[name]) for name in part))
+        console.print(table)
+
+
+def _join_intervals(rows: Sequence[Row], names: list[str]) -> tuple[Sequence[Row], list[str]]:
+    """The two ends of an interval as one column, `x_low` and `x_high` as `x_interval`."""
+    joined = {name: name.removesuffix("low") + "interval" for name in names if name.split("_")[-1] == "low"}
+    ends = {low: low.removesuffix("low") + "high" for low in joined}
+    if not all(high in names for high in ends.values()):
+        return rows, names
+    rows = [{**row, **{joined[low]: [row[low], row[high]] for low, high in ends.items()}} for row in rows]
+    return rows, [joined.get(name, name) for name in names if name not in ends.values()]
+
+
+def _is_numeric(name: str, rows: Sequence[Row]) -> bool:
+    return all(is_number(row[name]) for row in rows)
+
+
+def _least_width(name: str, rows: Sequence[Row]) -> int:
+    heading = max(map(len, title_column(name).split()))
+    longest = max(len(_text(name, row[name])) for row in rows)
+    return max(heading, longest if _is_numeric(name, rows) else min(longest, _NARROWEST_TEXT))
+
+
+def _split_columns(
+    rows: Sequence[Row], names: Sequence[str], widths: dict[str, int], available: int
+) -> Iterator[list[str]]:
+    """Columns for one table after another, as many as fit beside the first ones, which together name a row."""
+    keys = next(
+        (
+            count
+            for count in range(1, len(names))
+            if len({str([row[n] for n in names[:count]]) for row in rows}) == len(rows)
+        ),
+        len(names),
+    )
+    part = list(names[:keys])
+    for name in names[keys:]:
+        if len(part) > keys and _table_width(widths[n] for n in [*part, name]) > available:
+            yield part
+            part = list(names[:keys])
+        part.append(name)
+    yield part
+
+
+def _table_width(widths: Iterable[int]) -> int:
+    return sum(width + _GAP for width in widths) - 1  # a gap less than columns, and an edge on either side
+
+
+def _text(name: str, value: Any) -> str:
+    return title_column(str(value)) if name == "quantity" else format_cell(value)
 
 
 def _cell(name: str, value: Any) -> str:
-    text = escape(format_cell(value))
+    text = escape(_text(name, value))
     style = _VERDICT_STYLES.get(value) if name == "verdict" else None
     return f"[{style}]{text}[/]" if style else text
 
@@ -102,10 +165,14 @@ class Bar:
 
         def tell(state: Any) -> None:
             reused = f", {state.reused} from the store" if state.reused else ""
-            left = "" if state.remaining is None else f", about {state.remaining:.0f} s left"
+            left = "" if state.remaining is None else f", about {_say_seconds(state.remaining)} left"
             self.show(f"{what}: {state.done} of {state.total} runs{reused}{left}", state.fraction)
 
         return tell
+
+
+def _say_seconds(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
 @contextmanager
@@ -113,7 +180,5 @@ def progress_bar() -> Iterator[Bar]:
     """A progress bar while a command works; without a terminal nothing is drawn."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
-    with Progress(
-        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
-    ) as p:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as p:
         yield Bar(p)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 # Importing a module enters its claims; the order is the order of the texts.
 from sqrtdk.claims import gradients, learning, operation, saturation, scaling, variance  # noqa: F401
-from sqrtdk.claims.claim import CLAIMS, Claim, Effort, Finding
+from sqrtdk.claims.claim import CLAIMS, SOURCES, Claim, Effort, Finding
 from sqrtdk.claims.learning import run_learning_ablation, run_trained_swap
-from sqrtdk.errors import unknown_name
+from sqrtdk.errors import InvalidValueError, MissingExtraError, missing_extra, unknown_name
 from sqrtdk.records import Record
 
 __all__ = ["Claim", "Effort", "Finding", "check_claims", "list_claims", "run_learning_ablation", "run_trained_swap"]
@@ -30,6 +31,7 @@ def check_claims(
     ids: Sequence[str] | None = None,
     effort: Effort | None = None,
     *,
+    training: bool = True,
     on_claim: Callable[[Claim, int, int], None] | None = None,
 ) -> Record:
     """Compute every claim (or the named ones; a group such as ``soft`` names all of its) and give each a verdict.
@@ -37,16 +39,21 @@ def check_claims(
     Args:
         ids: claims or groups to check; None is all of them.
         effort: seed, training runs and where to keep them; None is the default `Effort`.
+        training: False leaves out the claims that train models.
         on_claim: called before each check with the claim, its index and how many there are.
 
     Returns:
         A record of kind ``"claims"`` with one table of the same name.
 
+    Raises:
+        InvalidValueError: an unknown claim, or none left without training.
+        MissingExtraError: a claim needs training and torch is not installed; nothing has been computed then.
+
     >>> check_claims(["soft.peak"]).tables["claims"][0]["verdict"]
     'wrong'
     """
     effort = Effort() if effort is None else effort
-    chosen = _choose(ids)
+    chosen = _choose(ids, training)
     rows = []
     for index, claim in enumerate(chosen):
         if on_claim is not None:
@@ -61,17 +68,23 @@ def check_claims(
         "conditions that the texts leave out.",
         *([f"Wrong: {wrong}."] if wrong else []),
         *([f"Depends: {depends}."] if depends else []),
+        f"The texts: {', '.join(f'{name} {words}' for name, words in SOURCES.items())}.",
     ]
     spec = {"ids": [claim.id for claim in chosen], "seed": effort.seed, "seeds": effort.seeds, "steps": effort.steps}
     return Record(kind="claims", spec=spec, tables={"claims": rows}, reading=reading)
 
 
-def _choose(ids: Sequence[str] | None) -> list[Claim]:
+def _choose(ids: Sequence[str] | None, training: bool) -> list[Claim]:
     every = list_claims()
-    if ids is None:
-        return every
     known = [claim.id for claim in every]
-    for name in ids:
+    for name in ids or ():
         if name not in known and name not in _GROUPS:
             raise unknown_name("claim", name, [*known, *_GROUPS])
-    return [claim for claim in every if claim.id in ids or claim.id.split(".")[0] in ids]
+    named = [claim for claim in every if ids is None or claim.id in ids or claim.id.split(".")[0] in ids]
+    chosen = [claim for claim in named if training or not claim.trains]
+    if not chosen:
+        raise InvalidValueError(f"ids must name a claim that needs no training, got {', '.join(ids or ())}")
+    trained = [claim.id for claim in chosen if claim.trains]
+    if trained and importlib.util.find_spec("torch") is None:
+        raise MissingExtraError(f"{missing_extra('torch', 'torch')}; only {', '.join(trained)} need it (--no-training)")
+    return chosen

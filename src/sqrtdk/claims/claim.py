@@ -66,6 +66,14 @@ class Claim:
 
 CLAIMS: list[Claim] = []
 
+SOURCES = {
+    "S0": "a step-by-step blog post",
+    "S1": "a short note on √dₖ against dₖ",
+    "S2": "a note on the softmax Jacobian",
+    "S3": "a textbook section with code and exercises",
+}
+"""The four texts; the source of a claim names one, several or all of them."""
+
 
 def claim(
     id: str, source: str, claimed: str, *, trains: bool = False

@@ -58,10 +58,11 @@ def _vanish(effort: Effort) -> Finding:
         f"{' / '.join(format(c['grad_q_p5'], '.1g') for c in narrow)} "
         f"({cells[64, 1024, 'none']['rows']} and {narrow[0]['rows']} rows, seed {effort.seed})",
         "depends" if trace_falls and larger else ("holds" if trace_falls else "wrong"),
-        f"The diagonal (1 − Σp²) shrinks as they say, but the mean gradient of q is larger without scaling in "
+        f"The diagonal (1 − Σp²) {'shrinks as they say' if trace_falls else 'does not always shrink'}, but the mean "
+        "gradient of q is larger without scaling in "
         f"{len(larger)} of {len(sizes)} sizes and 1/dₖ has the {lowest}; "
-        f"unscaled gradients become {'uneven' if uneven else 'not more uneven'}: most rows learn nothing, a few get "
-        "everything.",
+        f"unscaled gradients become {'uneven' if uneven else 'not more uneven'}: at dₖ 512, n 16 a twentieth of the "
+        f"rows holds {narrow[0]['top_share']:.0%} of their square, with 1/√dₖ {narrow[1]['top_share']:.0%}.",
         {f"{d},{n},{name}": {key: cell[key] for key in ("jacobian_trace_mean", "jacobian_norm_mean", "grad_q_mean",
                                                         "grad_q_median", "grad_q_p5", "top_share")}
          for (d, n, name), cell in cells.items()},

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from typing import Any
+
 from sqrtdk.claims.claim import Effort, Finding, Verdict, claim
-from sqrtdk.lab import AblationSpec, ablate, swap_scale
+from sqrtdk.errors import SqrtdkError
+from sqrtdk.lab import AblationSpec, RunSpec, ablate, swap_scale
+from sqrtdk.lab.summary import or_infinite
 from sqrtdk.records import Record
 
 LEARNING_RATES = (3e-4, 1e-3, 3e-3)
@@ -37,6 +42,12 @@ def _loss(value: float | None) -> str:
     return "∞" if value is None else f"{value:.2g}"
 
 
+def _require_runs(rows: Iterable[Mapping[str, Any]]) -> None:
+    """Without any finished run there is nothing to decide by; the store or the record has the message of each."""
+    if any(row["n"] == 0 for row in rows):
+        raise SqrtdkError("every training run of a setting failed; `sqrtdk ablate --json` shows their messages")
+
+
 @claim(
     "soft.trained",
     "S3",
@@ -45,23 +56,29 @@ def _loss(value: float | None) -> str:
 )
 def _trained(effort: Effort) -> Finding:
     stages = {stage["stage"]: stage for stage in run_trained_swap(effort).tables["summary"]}
+    _require_runs(stages.values())
     trained, swapped, continued, scratch = (stages[name] for name in ("trained", "swapped", "continued", "scratch"))
-    starts_fail = (scratch["solved_fraction"] or 0.0) < 0.5
-    stays = (swapped["solved_fraction"] or 0.0) >= 0.5
-    recovers = (continued["solved_fraction"] or 0.0) >= 0.5
+    learned, stays, recovers, starts = (
+        stage["solved_fraction"] >= 0.5 for stage in (trained, swapped, continued, scratch)
+    )
     verdict: Verdict = "wrong"
-    if starts_fail and (recovers or stays):
+    if not learned:
+        verdict = "depends"
+    elif not starts and (recovers or stays):
         verdict = "holds" if recovers and stays else "depends"
-    lost = (swapped["loss_median"] or 0.0) > (trained["loss_median"] or 0.0)
-    return Finding(
-        f"recall, held-out loss (median of {trained['n']} seeds): trained with √dₖ {_loss(trained['loss_median'])}, "
-        f"scale then removed {_loss(swapped['loss_median'])}, trained on without {_loss(continued['loss_median'])}; "
-        f"without from the start {_loss(scratch['loss_median'])} (chance 2.8)",
-        verdict,
+    lost = or_infinite(swapped["loss_median"]) > or_infinite(trained["loss_median"])
+    why = (
         f"From a random start without scale {scratch['solved_fraction']:.0%} of the runs solve the task; "
         f"a trained model that loses its scale still solves it in {swapped['solved_fraction']:.0%}"
         + (", with a higher loss" if lost else "")
-        + f", and after training on in {continued['solved_fraction']:.0%}.",
+        + f", and after training on in {continued['solved_fraction']:.0%}."
+    )
+    return Finding(
+        f"recall, held-out loss (median of {trained['n']} seeds): trained with √dₖ {_loss(trained['loss_median'])}, "
+        f"scale then removed {_loss(swapped['loss_median'])}, trained on without {_loss(continued['loss_median'])}; "
+        f"without from the start {_loss(scratch['loss_median'])} (chance {RunSpec().make_task().chance_loss:.2g})",
+        verdict,
+        why if learned else _UNDECIDED.format(steps=effort.steps),
         {name: {key: stage[key] for key in ("loss_median", "solved_fraction", "n")} for name, stage in stages.items()},
     )
 
@@ -69,6 +86,7 @@ def _trained(effort: Effort) -> Finding:
 @claim("grad.learning", "all", "without scaling, learning slows or fails", trains=True)
 def _learning(effort: Effort) -> Finding:
     record = run_learning_ablation(effort)
+    _require_runs(record.tables["best"])
     best = {(row["scale"], row["init"]): row for row in record.tables["best"]}
     none, sqrt, inverse = (best[name, "unit"] for name in ("none", "sqrt", "inverse"))
     absorbed = best["none", "absorbed"]
@@ -77,6 +95,7 @@ def _learning(effort: Effort) -> Finding:
         for row in record.tables["comparisons"]
         if (row["basis"], row["scale"], row["init"]) == ("best_lr", "none", "unit")
     )
+    learned = sqrt["solved_fraction"] >= 0.5
     fails = none["solved_fraction"] < sqrt["solved_fraction"] and paired["higher"] > paired["lower"]
     control_learns = absorbed["solved_fraction"] > none["solved_fraction"]
     listed = ", ".join(
@@ -89,16 +108,19 @@ def _learning(effort: Effort) -> Finding:
         )
     )
     return Finding(
-        f"recall at dₖ 64, each at its own best of {len(LEARNING_RATES)} learning rates, median loss of "
+        f"recall at dₖ {sqrt['d_k']}, each at its own best of {len(LEARNING_RATES)} learning rates, median loss of "
         f"{sqrt['n']} seeds: {listed}; none above √dₖ in {paired['higher']} of {paired['n']} pairs "
         f"(Wilcoxon p = {paired['wilcoxon_p']:.2g})",
-        ("depends" if control_learns else "holds") if fails else "wrong",
-        _explain_learning(fails, control_learns),
+        ("depends" if control_learns or not learned else "holds") if fails or not learned else "wrong",
+        _explain_learning(fails, control_learns) if learned else _UNDECIDED.format(steps=effort.steps),
         {
             f"{scale},{init}": {key: row[key] for key in ("lr", "final_loss_median", "solved_fraction", "n")}
             for (scale, init), row in best.items()
         },
     )
+
+
+_UNDECIDED = "In {steps} steps not even the models with 1/√dₖ learn the task: more steps are needed to decide."
 
 
 def _explain_learning(fails: bool, control_learns: bool) -> str:

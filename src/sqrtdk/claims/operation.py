@@ -56,11 +56,11 @@ def _stable(effort: Effort) -> Finding:
 def _always(effort: Effort) -> Finding:
     shares = {}
     for d in (4, 16, 64, 128):
-        products = 2 * 2 * d  # multiply-adds per score for QKᵀ and P·V with dᵥ = dₖ
+        products = 2 * 2 * d  # multiplications and additions per score for QKᵀ and for P·V with dᵥ = dₖ
         shares[d] = {"on_scores": 1 / products, "on_query": d / (1024 * products)}
     at_64 = shares[64]
     return Finding(
-        f"of the multiply-adds at dₖ = 64: {at_64['on_scores']:.2%} applied to the scores, "
+        f"of the multiplications and additions at dₖ = 64: {at_64['on_scores']:.2%} applied to the scores, "
         f"{at_64['on_query']:.4%} applied to q (1024 keys); at dₖ = 4: {shares[4]['on_scores']:.1%}",
         "holds" if at_64["on_scores"] < 0.01 else "wrong",
         "One multiplication per score stands against 4·dₖ for the two products, and none per score if q carries it.",

@@ -170,8 +170,8 @@ def _uniform(effort: Effort) -> Finding:
         + ", ".join(f"dₖ {d}: {m['entropy_ratio']:.4f}" for d, m in at.items())
         + f"; with q grown √dₖ times the weights are those of 1/√dₖ (difference {apart:.0e})",
         ("depends" if apart < 1e-12 else "holds") if uniform else "wrong",
-        "Nearly uniform at initialisation, yes; but what it can express is the same, q only has to grow √dₖ times, "
-        "so whether it fails to focus is a matter of learning.",
+        f"{'Nearly' if uniform else 'Not nearly'} uniform at initialisation; but what it can express is the same, q "
+        "only has to grow √dₖ times, so whether it fails to focus is a matter of learning.",
         {"entropy_ratio": {d: m["entropy_ratio"] for d, m in at.items()}, "difference_after_growth": apart},
     )
 
@@ -219,7 +219,9 @@ def _unstable(effort: Effort) -> Finding:
         f"largest relative error of weights, dₖ 64 and 4096: {listed}; all finite: {finite}",
         "wrong" if calmer and finite else "depends",
         "Smaller logits have smaller absolute rounding errors, so dividing by dₖ is the calmest of the three in every "
-        "precision; it is the unscaled scores that lose digits.",
+        "precision; it is the unscaled scores that lose digits."
+        if calmer and finite
+        else "Dividing by dₖ is not the calmest of the three in every precision.",
         {"relative_error": worst, "finite": finite},
     )
 

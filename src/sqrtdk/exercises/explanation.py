@@ -10,7 +10,7 @@ import numpy as np
 
 from sqrtdk import scales, theory
 from sqrtdk.attention import attention
-from sqrtdk.exercises.sampling import SampledRows, require_sampling, sample_rows
+from sqrtdk.exercises.sampling import SampledRows, draw_attention, require_sampling, sample_rows
 from sqrtdk.records import Record
 
 POLICIES = ("none", "sqrt", "inverse")
@@ -126,9 +126,7 @@ def _law_curve(n: int, rho: float) -> dict[str, list[float | None]]:
 
 def _ranked_weights(factors: Sequence[float], d_k: int, n: int, seed: int, queries: int) -> list[dict[str, Any]]:
     """The typical (median) weight by rank under each policy, for the first draw of the measurement."""
-    rng = np.random.default_rng([seed, d_k, n])
-    k, v = rng.standard_normal((2, n, d_k))
-    q = rng.standard_normal((2, queries, d_k))[0]
+    q, k, v, _ = next(draw_attention(d_k=d_k, n=n, queries=queries, seed=seed))
     ranks = np.unique(np.geomspace(1, n, 60).round().astype(int))
     curves = []
     for policy, factor in zip(POLICIES, factors, strict=True):

@@ -140,16 +140,26 @@ def _read(jacobians: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]], s
         f"1/√dₖ in {len(larger)} of "
         f"{len(places)} sizes, its median smaller in {len(lower_half)}{_list_places(lower_half)}; 1/dₖ has the "
         f"smallest mean in {len(smallest)}.",
-        f"Unscaled gradients are uneven: at dₖ = {most_uneven[0]}, n = {most_uneven[1]} a twentieth of the rows holds "
+        f"{_name_unevenness(none, sqrt)}: at dₖ = {most_uneven[0]}, n = {most_uneven[1]} a twentieth of the rows holds "
         f"{100 * none['top_share']:.0f} % of the squared gradient (with 1/√dₖ {100 * sqrt['top_share']:.0f} %), the "
         f"median row has "
         f"{none['grad_q_median']:.2g} against a mean of {none['grad_q_mean']:.2g}, and the 5th percentile is "
         f"{none['grad_q_p5']:.1g} "
         f"(95% interval {none['grad_q_p5_low']:.1g} to {none['grad_q_p5_high']:.1g}).",
-        f"{min(row['rows'] for row in rows)} to {max(row['rows'] for row in rows)} rows per cell, seed {seed}; "
+        f"{_name_range([row['rows'] for row in rows])} rows per cell, seed {seed}; "
         f"intervals of means are "
         "95% over independent draws, that of the percentile is by ranks.",
     ]
+
+
+def _name_unevenness(none: dict[str, Any], sqrt: dict[str, Any]) -> str:
+    more = "more uneven" if none["top_share"] > sqrt["top_share"] else "not more uneven"
+    return f"Unscaled gradients are {more} than with 1/√dₖ"
+
+
+def _name_range(counts: Sequence[int]) -> str:
+    least, most = min(counts), max(counts)
+    return str(least) if least == most else f"{least} to {most}"
 
 
 def _list_places(places: Sequence[tuple[int, int]]) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -75,20 +76,27 @@ class SampledRows:
         return estimate_mean(getattr(self, quantity).mean(axis=1))
 
 
+def draw_attention(*, d_k: int, n: int, queries: int, seed: int) -> Iterator[tuple[Array, Array, Array, Array]]:
+    """Draw q `[queries, dₖ]`, k and v `[n, dₖ]` and the output's gradient, again and again: standard normal entries.
+
+    The draws depend on the seed and the sizes alone, so that the first is the same wherever it is asked for.
+    """
+    rng = np.random.default_rng([seed, d_k, n])
+    while True:
+        k, v = rng.standard_normal((2, n, d_k))
+        q, grad_output = rng.standard_normal((2, queries, d_k))
+        yield q, k, v, grad_output
+
+
 def sample_rows(scales: Sequence[float], *, d_k: int, n: int, draws: int, queries: int, seed: int) -> list[SampledRows]:
     """Measure rows of Gaussian attention under several scales, on the same draws so that differences are paired.
 
     q, k, v (dᵥ = dₖ) and the gradient of the loss at the output have independent standard normal entries.
     `grad_q` is ‖∂loss/∂q‖ of each row; `grad_k` is ‖∂loss/∂K‖/√L of each draw, repeated over its rows.
-
-    The draws depend on the seed, dₖ and n alone.
     """
-    rng = np.random.default_rng([seed, d_k, n])
     fields = list(SampledRows.__dataclass_fields__)
     collected: list[dict[str, list[Array]]] = [{name: [] for name in fields} for _ in scales]
-    for _ in range(draws):
-        k, v = rng.standard_normal((2, n, d_k))
-        q, grad_output = rng.standard_normal((2, queries, d_k))
+    for q, k, v, grad_output in islice(draw_attention(d_k=d_k, n=n, queries=queries, seed=seed), draws):
         for scale, rows in zip(scales, collected, strict=True):
             measured = _measure(q, k, v, grad_output, scale)
             for name in fields:
@@ -133,6 +141,12 @@ def require_counts(name: str, values: Sequence[int], least: int) -> None:
         raise InvalidValueError(f"{name} must not repeat a size, got {tuple(values)}")
 
 
+def require_size(name: str, numbers: int) -> None:
+    """Refuse a draw of more numbers at once than memory should hold."""
+    if numbers > _MOST_NUMBERS:
+        raise InvalidValueError(f"{name} must not exceed {_MOST_NUMBERS}, got {numbers}")
+
+
 def require_sampling(*, d_k: int, n: int, draws: int, queries: int, seed: int) -> None:
     """Refuse sizes that cannot be sampled: too few draws for an interval, or more numbers than memory should hold."""
     require_count("d_k", d_k, 1)
@@ -140,7 +154,5 @@ def require_sampling(*, d_k: int, n: int, draws: int, queries: int, seed: int) -
     require_count("draws", draws, _FEWEST_DRAWS)
     require_count("queries", queries, 1)
     require_count("seed", seed, 0)
-    if max(n, queries) * d_k > _MOST_NUMBERS or queries * n > _MOST_NUMBERS:
-        raise InvalidValueError(
-            f"n·d_k, queries·d_k and queries·n must not exceed {_MOST_NUMBERS}, got n {n}, d_k {d_k}, queries {queries}"
-        )
+    for product, numbers in (("n·d_k", n * d_k), ("queries·d_k", queries * d_k), ("queries·n", queries * n)):
+        require_size(product, numbers)

@@ -17,6 +17,8 @@ _WHY = (
     "answers to its own score, without singling one out"
 )
 
+_MOST_ZEROS = 10**6  # float32's sum of them is taken one by one, as a softmax would
+
 
 def saturation(largest: float = 10.0, points: int = 101, zeros: int = 3, share: float = 0.05) -> Record:
     """Follow softmax([x, 0, …, 0]) for x from 0 to `largest` and find where it saturates.
@@ -41,6 +43,8 @@ def saturation(largest: float = 10.0, points: int = 101, zeros: int = 3, share: 
         raise InvalidValueError(f"largest must be positive and finite, got {largest}")
     require_count("points", points, 2)
     require_count("zeros", zeros, 1)
+    if zeros > _MOST_ZEROS:
+        raise InvalidValueError(f"zeros must not exceed {_MOST_ZEROS}, got {zeros}")
     if not 0 < share < 1:
         raise InvalidValueError(f"share must lie between 0 and 1, got {share}")
     grid = np.linspace(0.0, largest, points)
@@ -84,7 +88,7 @@ def _solve_definitions(zeros: int, share: float) -> list[dict[str, Any]]:
             f"trace 1 − Σp² down to {percent} of its largest",
             lambda x: _describe(x, zeros)["jacobian_trace"] <= share * full_trace,
         ),
-        (f"largest weight at {100 * (1 - share):g} %", lambda x: 1.0 - _describe(x, zeros)["first_weight"] <= share),
+        (f"largest weight at {100 * (1 - share):g} %", lambda x: zeros * _describe(x, zeros)["other_weight"] <= share),
         (
             f"entropy down to {percent} of ln {zeros + 1}",
             lambda x: _describe(x, zeros)["entropy_ratio"] <= share,

@@ -10,7 +10,7 @@ import numpy as np
 
 from sqrtdk.attention import attention
 from sqrtdk.errors import InvalidTypeError, InvalidValueError
-from sqrtdk.exercises.sampling import SampledRows, require_sampling, sample_rows
+from sqrtdk.exercises.sampling import SampledRows, draw_attention, require_sampling, sample_rows
 from sqrtdk.records import Record
 
 _COLUMNS = (
@@ -57,10 +57,7 @@ def temperature(
     multipliers = [1.0 / (t * math.sqrt(d_k)) for t in relatives]
     sampled = sample_rows(multipliers, d_k=d_k, n=n, draws=draws, queries=queries, seed=seed)
     rows = [_summarise(t, scale, measured) for t, scale, measured in zip(relatives, multipliers, sampled, strict=True)]
-    # The first draw again: the generator depends on seed and sizes alone.
-    rng = np.random.default_rng([seed, d_k, n])
-    k, v = rng.standard_normal((2, n, d_k))
-    q = rng.standard_normal((2, queries, d_k))[0]
+    q, k, v, _ = next(draw_attention(d_k=d_k, n=n, queries=queries, seed=seed))
     patterns = [attention(q, k, v, scale=scale, weights=True).weights for scale in multipliers]
     return Record(
         kind="temperature",

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from sqrtdk import scales, theory
-from sqrtdk.exercises.sampling import Z_95, Array, Estimate, require_count, require_counts
+from sqrtdk.exercises.sampling import Z_95, Array, Estimate, require_count, require_counts, require_size
 from sqrtdk.records import Record
 
 POLICIES = ("none", "sqrt", "inverse")
@@ -29,7 +29,7 @@ def variance(d_ks: Sequence[int] = (4, 64, 512), samples: int = 20_000, seed: in
         deviation and its 95% interval (from the sample's own fourth moment, as q·k is not Gaussian at small dₖ).
 
     Raises:
-        InvalidValueError: a size below 1, fewer than 100 samples, a negative seed.
+        InvalidValueError: a size below 1 or beyond memory, fewer than 100 samples, a negative seed.
 
     >>> row = variance(d_ks=(64,), samples=1000).tables["variance"][0]
     >>> row["predicted"], row["low"] < 8 < row["high"]
@@ -38,6 +38,8 @@ def variance(d_ks: Sequence[int] = (4, 64, 512), samples: int = 20_000, seed: in
     require_counts("d_ks", d_ks, 1)
     require_count("samples", samples, 100)
     require_count("seed", seed, 0)
+    require_size("d_k", max(d_ks))
+    require_size("samples", samples)
     rows: list[dict[str, Any]] = []
     densities: list[dict[str, Any]] = []
     for d_k in d_ks:

@@ -45,6 +45,8 @@ def quartiles(values: Sequence[float]) -> Quartiles:
     Quartiles(lower=1.5, median=2.0, upper=2.5)
     >>> quartiles([1.0, 2.0, math.inf]).median
     2.0
+    >>> quartiles([-math.inf, 1.0, 2.0]).lower
+    -inf
     """
     if not values:
         raise InvalidValueError("values must hold at least one number, got none")
@@ -54,7 +56,7 @@ def quartiles(values: Sequence[float]) -> Quartiles:
         place = q * (len(ordered) - 1)
         low, high = ordered[math.floor(place)], ordered[math.ceil(place)]
         # Between two finite values or two equal ones; inf − inf would be NaN.
-        return low if low == high else low + (high - low) * (place % 1.0)
+        return low if low == high or math.isinf(low) else low + (high - low) * (place % 1.0)
 
     return Quartiles(at(0.25), at(0.5), at(0.75))
 
@@ -107,7 +109,7 @@ def choose_best(summary: Sequence[RunRow]) -> Rows:
         groups[row["scale"], row["d_k"], row["init"]].append(row)
     best = []
     for rows in groups.values():
-        chosen = min(rows, key=lambda row: (_or_infinite(row["final_loss_median"]), row["lr"]))
+        chosen = min(rows, key=lambda row: (or_infinite(row["final_loss_median"]), row["lr"]))
         rates = [row["lr"] for row in rows]
         at_edge = len(rates) > 1 and chosen["lr"] in (min(rates), max(rates))
         best.append({**chosen, "lrs": len(rates), "at_edge": at_edge})
@@ -158,8 +160,8 @@ def _compare_one(basis: str, losses: Mapping[Setting, Mapping[int, float]], sett
             "against": partner.scale,
             "against_init": partner.init,
             "against_lr": partner.lr,
-            "median_difference": _finite(spread.median),
-            "difference_iqr": [_finite(spread.lower), _finite(spread.upper)],
+            "median_difference": finite(spread.median),
+            "difference_iqr": [finite(spread.lower), finite(spread.upper)],
             "higher": sum(difference > 0.0 for difference in differences),
             "lower": sum(difference < 0.0 for difference in differences),
             "wilcoxon_p": wilcoxon_p(differences),
@@ -176,19 +178,19 @@ def _group(runs: Sequence[RunRow]) -> dict[Setting, list[RunRow]]:
 
 
 def _losses_by_seed(rows: Sequence[RunRow]) -> dict[int, float]:
-    return {row["seed"]: _or_infinite(row["final_loss"]) for row in rows if row["status"] != "failed"}
+    return {row["seed"]: or_infinite(row["final_loss"]) for row in rows if row["status"] != "failed"}
 
 
 def _summarise_setting(setting: Setting, rows: Sequence[RunRow]) -> dict[str, Any]:
     counted = [row for row in rows if row["status"] != "failed"]
-    losses = [_or_infinite(row["final_loss"]) for row in counted]
+    losses = [or_infinite(row["final_loss"]) for row in counted]
     spread = quartiles(losses) if losses else Quartiles(math.inf, math.inf, math.inf)
     reached = [row["steps_to_threshold"] for row in counted if row["steps_to_threshold"] is not None]
     accuracies = [row["final_accuracy"] for row in counted if row["final_accuracy"] is not None]
     return {
         **setting._asdict(),
-        "final_loss_median": _finite(spread.median),
-        "final_loss_iqr": [_finite(spread.lower), _finite(spread.upper)],
+        "final_loss_median": finite(spread.median),
+        "final_loss_iqr": [finite(spread.lower), finite(spread.upper)],
         "final_accuracy_median": quartiles(accuracies).median if accuracies else None,
         "solved_fraction": sum(bool(row["solved"]) for row in counted) / len(counted) if counted else None,
         "steps_to_threshold_median": quartiles(reached).median if reached else None,
@@ -199,9 +201,19 @@ def _summarise_setting(setting: Setting, rows: Sequence[RunRow]) -> dict[str, An
     }
 
 
-def _or_infinite(loss: float | None) -> float:
+def or_infinite(loss: float | None) -> float:
+    """A loss as a number to rank by: a diverged run has none and counts as the worst.
+
+    >>> or_infinite(None)
+    inf
+    """
     return math.inf if loss is None else loss
 
 
-def _finite(value: float) -> float | None:
+def finite(value: float) -> float | None:
+    """A number for a table: None where it is infinite.
+
+    >>> finite(math.inf) is None
+    True
+    """
     return value if math.isfinite(value) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from sqrtdk.lab.ablation import curves_of, show_loss
 from sqrtdk.lab.spec import RunSpec, list_seeds
 from sqrtdk.lab.store import RunRecord, Store
-from sqrtdk.lab.summary import quartiles
+from sqrtdk.lab.summary import Quartiles, finite, or_infinite, quartiles
 from sqrtdk.lab.sweep import ProgressCallback, run_all
 from sqrtdk.lab.tasks import Task
 from sqrtdk.records import Record
@@ -107,19 +108,21 @@ def _row(swapped: RunRecord, scratch: RunRecord) -> dict[str, Any]:
 
 
 def _summarise_stage(stage: str, words: str, rows: Sequence[Mapping[str, Any]], task: Task) -> dict[str, Any]:
-    pairs = [(row[f"{stage}_loss"], row[f"{stage}_accuracy"]) for row in rows]
-    losses = [loss for loss, _ in pairs if loss is not None]
-    spread = quartiles(losses) if losses else None
-    accuracies = [accuracy for _, accuracy in pairs if accuracy is not None]
+    run = "scratch" if stage == "scratch" else "continued"  # the other stages belong to the run that goes on
+    counted = [row for row in rows if row[f"{run}_status"] != "failed"]
+    losses = [or_infinite(row[f"{stage}_loss"]) for row in counted]
+    spread = quartiles(losses) if losses else Quartiles(math.inf, math.inf, math.inf)
+    accuracies = [row[f"{stage}_accuracy"] for row in counted if row[f"{stage}_accuracy"] is not None]
     return {
         "stage": stage,
         "meaning": words,
-        "loss_median": spread.median if spread else None,
-        "loss_iqr": [spread.lower, spread.upper] if spread else [None, None],
+        "loss_median": finite(spread.median),
+        "loss_iqr": [finite(spread.lower), finite(spread.upper)],
         "accuracy_median": quartiles(accuracies).median if accuracies else None,
         "solved_fraction": sum(loss < task.threshold for loss in losses) / len(losses) if losses else None,
         "n": len(losses),
-        "without_loss": len(rows) - len(losses),
+        "diverged": sum(math.isinf(loss) for loss in losses),
+        "failed": len(rows) - len(losses),
     }
 
 
@@ -133,13 +136,14 @@ def _read(task: Task, summary: Sequence[Mapping[str, Any]], rows: Sequence[Mappi
     for row in summary:
         meaning = f"{row['meaning'][0].upper()}{row['meaning'][1:]}"
         if row["n"] == 0:
-            sentences.append(f"{meaning}: no run gave a finite loss.")
+            sentences.append(f"{meaning}: every run failed.")
             continue
         low, high = row["loss_iqr"]
         solved = round(row["solved_fraction"] * row["n"])
         sentences.append(
             f"{meaning}: median held-out loss {show_loss(row['loss_median'])} [{show_loss(low)}, {show_loss(high)}], "
-            f"accuracy {row['accuracy_median']:.2f}, solved by {solved} of {row['n']} seeds."
+            + (f"accuracy {row['accuracy_median']:.2f}, " if row["accuracy_median"] is not None else "")
+            + f"solved by {solved} of {row['n']} seeds."
         )
     reached = [value for row in rows if (value := row["continued_steps_to_threshold"]) is not None]
     if reached:

@@ -54,14 +54,23 @@ def _render(figure: Figure, suffix: str) -> bytes:
     return matplotlib_renderer.render(figure, "png" if suffix == ".png" else "svg")
 
 
+def require_page(path: str | Path) -> None:
+    """Refuse a path that `write_report` could not write, before the work that leads to the page."""
+    if Path(path).suffix.lower() != ".html":
+        raise InvalidValueError(f"path must end in .html, got {str(path)!r}")
+    require_drawable(path)
+
+
 def require_directory(path: Path) -> None:
-    """Refuse a path whose directory does not exist, or that is a directory itself."""
+    """Refuse a path whose directory does not exist or cannot be written, or that is a directory itself."""
     if not path.parent.is_dir():
         raise InvalidValueError(
             f"path must lie in an existing directory, got {str(path)!r}; make {str(path.parent)!r} first"
         )
     if path.is_dir():
         raise InvalidValueError(f"path must be a file, got the directory {str(path)!r}")
+    if not os.access(path.parent, os.W_OK):
+        raise InvalidValueError(f"path must lie in a directory that can be written, got {str(path)!r}")
 
 
 def write_whole(path: str | Path, content: bytes) -> Path:
@@ -73,6 +82,8 @@ def write_whole(path: str | Path, content: bytes) -> Path:
     try:
         draft.write_bytes(content)
         os.replace(draft, target)
+    except OSError as error:
+        raise InvalidValueError(f"path must be a file that can be written, got {str(path)!r} ({error})") from None
     finally:
         draft.unlink(missing_ok=True)
     return target

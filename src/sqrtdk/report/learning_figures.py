@@ -156,8 +156,8 @@ def _show_curves(
             ]
         label = group.label([name for name in names if name != "d_k"])
         bold.append(Line(*_median_curve(runs, quantity), colour, label, dash=dash, width=2.6))
-    positive = all(value > 0 for line in [*thin, *bold] if isinstance(line, Line) for value in line.y if value == value)
-    log = quantity in ("loss", "grad_q") and positive
+    drawn = [value for line in [*thin, *bold] if isinstance(line, Line) for value in line.y]
+    log = quantity in ("loss", "grad_q") and _spans_decades(drawn)
     lines = (ReferenceLine(1.0, "ρ = 1", label_at="start"),) if quantity == "saturation_index" else ()
     low, high = (0.0, 1.03) if quantity in ("accuracy", "entropy_ratio") else (None, None)
     return Panel(title, Axis("step"), Axis("", log=log, low=low, high=high), (*thin, *bold), lines)
@@ -203,10 +203,9 @@ def _show_finals(finals: Mapping[_Group, Sequence[Mapping[str, Any]]], varying: 
         )
         middle = _median(losses)
         series.append(Line((middle, middle), (index - 0.36, index + 0.36), policy_colour(group.scale), width=2.6))
-    log = bool(every) and min(every) > 0
     return Panel(
         "Final held-out loss",
-        Axis("loss", log=log),
+        Axis("loss", log=_spans_decades(every)),
         Axis(ticks=tuple(ticks), low=len(finals) - 0.4, high=-0.6),
         tuple(series),
     )
@@ -239,9 +238,15 @@ def _show_finals_by_rate(finals: Mapping[_Group, Sequence[Mapping[str, Any]]]) -
     return Panel(
         "Final held-out loss by learning rate",
         Axis("learning rate", log=True, ticks=tuple((rate, f"{rate:g}") for rate in rates)),
-        Axis("", log=bool(every) and min(every) > 0),
+        Axis("", log=_spans_decades(every)),
         tuple(series),
     )
+
+
+def _spans_decades(values: Sequence[float]) -> bool:
+    # Within a factor of three a logarithmic axis has no power of ten to write and fills with long fractions.
+    known = [value for value in values if math.isfinite(value)]
+    return bool(known) and min(known) > 0 and max(known) > 3.0 * min(known)
 
 
 def _is_number(value: float | None) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from typing import Any, Literal
 
 from sqrtdk.errors import missing_extra
@@ -243,9 +244,16 @@ def _draw_legend(canvas: Any, figure: Figure) -> None:
                 handles.append(
                     Patch(color=series.colour, label=label, alpha=getattr(series, "opacity", 1.0), linewidth=0)
                 )
-    if handles:
+    # matplotlib does not wrap by itself where its layout must leave room.
+    caption = "\n".join(textwrap.wrap(figure.caption, width=round(14 * canvas.get_figwidth())))
+    if not handles:
+        canvas.supxlabel(caption, fontsize=9, color=_INK, x=0.01, ha="left")
+    else:
         canvas.legend(
             handles=handles,
+            title=caption,
+            title_fontproperties={"size": 9},
+            alignment="left",
             loc="outside lower left",
             ncols=min(len(handles), 6),
             frameon=False,

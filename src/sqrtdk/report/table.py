@@ -17,6 +17,7 @@ _TITLES = {
     "predicted": "predicted",
     "low": "95% from",
     "high": "95% to",
+    "interval": "95% interval",
     "inside": "prediction inside",
     "law": "law (n → ∞)",
     "first_weight": "weight of x",
@@ -39,10 +40,17 @@ _TITLES = {
     "lr": "learning rate",
     "final_loss_iqr": "final loss, middle half of the seeds",
     "final_loss_median": "final loss, median",
-    "solved_fraction": "solved",
+    "solved_fraction": "fraction solved",
     "steps_to_threshold_median": "steps to solve, median",
 }
-_ENDINGS = {"_low": "95% from", "_high": "95% to", "_mean": "mean", "_median": "median", "_p5": "5th percentile"}
+_ENDINGS = {
+    "_low": "95% from",
+    "_high": "95% to",
+    "_interval": "95% interval",
+    "_mean": "mean",
+    "_median": "median",
+    "_p5": "5th percentile",
+}
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -97,7 +105,7 @@ def render_table(rows: Sequence[Row], *, classes: str = "") -> str:
     """
     # The main row is set in bold; a column that says so again would be noise.
     columns = [name for name in dict.fromkeys(name for row in rows for name in row) if name != "main"]
-    numeric = {name: all(_is_number(row.get(name)) for row in rows) for name in columns}
+    numeric = {name: all(is_number(row.get(name)) for row in rows) for name in columns}
     head = "".join(f"<th{_class(numeric[name])}>{escape(title_column(name))}</th>" for name in columns)
     body = "".join(
         f"<tr{_row_attributes(row)}>"
@@ -120,9 +128,14 @@ def render_text(text: str) -> str:
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether a cell holds a number, a range of two, or nothing where a number would be.
+
+    >>> [is_number(value) for value in (1.5, [1.0, 2.0], None, True, "a")]
+    [True, True, True, False, False]
+    """
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return len(value) == 2 and all(map(_is_number, value))
+        return len(value) == 2 and all(map(is_number, value))
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
