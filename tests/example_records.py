@@ -99,6 +99,39 @@ def make_swap() -> Record:
     )
 
 
+def make_bench() -> Record:
+    place = {"suite": "square", "case": "1×8×512×64 full", "rounds": 5, "rejected": 1}
+    errors = {"error": 2e-7, "peer_error": 3e-7}
+    ratios = [
+        {
+            **place,
+            "subject": "sqrtdk",
+            "peer": "torch SDPA",
+            "ratio": 1.4,
+            "low": 1.3,
+            "high": 1.5,
+            "outcome": "faster",
+        },
+        {**place, "subject": "sqrtdk with statistics", "peer": "torch SDPA", "ratio": 0.9, "low": 0.8, "high": 0.95}
+        | {"outcome": "slower"},
+        {**place, "case": "noisy", "subject": "sqrtdk", "peer": "torch SDPA", "ratio": None, "low": None, "high": None}
+        | {"outcome": "too few good rounds"},
+    ]
+    memory = [
+        {"contender": name, "n": n, "mebibytes": size * n / 1024, "why_not": None}
+        for name, size in (("sqrtdk", 0.0), ("n×n in NumPy", 8.0))
+        for n in (1024, 2048)
+    ]
+    growth = [{"contender": "sqrtdk", "window": None, "n": [512, 1024], "milliseconds": [1.0, 4.0]}]
+    return Record(
+        kind="bench",
+        spec={"cpu": "a CPU", "backend": "avx512", "threads": 2, "dtype": "float32", "seed": 0},
+        tables={"ratios": [row | errors for row in ratios], "memory": memory, "left_out": []},
+        curves={"growth": growth},
+        reading=["Made by hand."],
+    )
+
+
 @cache
 def every_kind() -> dict[str, Record]:
     """One record of each kind, computed once per test session."""
@@ -111,4 +144,5 @@ def every_kind() -> dict[str, Record]:
         "explain": exercises.explain(d_k=16, n=32, draws=8, queries=4, seed=0),
         "ablation": make_ablation(),
         "swap": make_swap(),
+        "bench": make_bench(),
     }

@@ -5,6 +5,8 @@ import pytest
 
 from sqrtdk import SqrtdkError, attention, attention_gradients, scales
 
+pytestmark = pytest.mark.usefixtures("backend")
+
 Q = np.ones((2, 4, 5, 8))
 K = np.ones((2, 2, 6, 8))
 V = np.ones((2, 2, 6, 3))

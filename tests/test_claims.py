@@ -8,7 +8,7 @@ import pytest
 import sqrtdk
 from sqrtdk import theory
 from sqrtdk.claims import Effort, check_claims, list_claims
-from sqrtdk.claims.claim import agree, covers, estimate_variance, row
+from sqrtdk.claims.claim import SOURCES, agree, covers, estimate_variance, row
 from sqrtdk.claims.models import PUBLISHED, measure_scale, survey
 from sqrtdk.errors import SqrtdkError
 from sqrtdk.exercises.sampling import Estimate
@@ -50,6 +50,12 @@ def test_every_claim_of_the_texts_is_checked_once():
     ids = [claim.id for claim in list_claims()]
     assert len(set(ids)) == len(ids)
     assert set(ids) == {f"{group}.{name}" for group, names in EXPECTED.items() for name in names}
+
+
+def test_every_source_is_explained():
+    named = {name for claim in list_claims() for name in claim.source.split(", ")}
+    assert named == {*SOURCES, "all"}
+    assert all(f"{name} {words}" in check_claims(["op.stable"]).reading[-1] for name, words in SOURCES.items())
 
 
 def test_each_row_is_complete(found):
@@ -141,7 +147,8 @@ def test_models_without_transformers_are_as_published(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     rows = survey()
     assert not any(item.measured for item in rows)
-    assert {item.model.split(" ")[0] for item in rows if item.is_sqrt} == {"GPT-2", "LLaMA", "Qwen3", "Gemma"}
+    plain = ["GPT-2", "LLaMA 2 7B", "Qwen3 8B (norms q and k)", "Gemma 2 2B", "Gemma 2 9B"]
+    assert [item.model for item in rows if item.is_sqrt] == plain
     with pytest.raises(SqrtdkError, match=r"sqrtdk\[hf\]"):
         measure_scale(PUBLISHED[0])
 
@@ -150,6 +157,18 @@ def test_models_without_transformers_are_as_published(monkeypatch):
 @pytest.mark.parametrize("item", PUBLISHED, ids=lambda item: item.model)
 def test_published_scales_are_what_the_models_code_does(item):
     assert measure_scale(item) == pytest.approx(item.scale, rel=1e-4)
+
+
+def test_too_short_a_training_decides_nothing():
+    effort = Effort(seeds=1, steps=2, workers=1)
+    for found in check_claims(["grad.learning", "soft.trained"], effort).tables["claims"]:
+        assert found["verdict"] == "depends"
+        assert found["why"].startswith("In 2 steps not even the models with 1/√dₖ learn the task")
+
+
+def test_training_can_be_left_out():
+    rows = check_claims(["soft.5", "soft.trained"], training=False).tables["claims"]
+    assert [row["id"] for row in rows] == ["soft.5"]
 
 
 @pytest.mark.slow

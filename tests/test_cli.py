@@ -1,11 +1,19 @@
 """The command line as a user meets it: tables, JSON, figures, one-line errors, exit codes."""
 
+import io
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
+from rich.console import Console
 
+import sqrtdk
+from sqrtdk import terminal
 from sqrtdk.cli import main
 
 
@@ -26,6 +34,7 @@ def run(capsys, *arguments):
         (["explain", "--d-k", "16", "--n", "64"], "explain", {"scale"}),
         (["claims", "soft.5", "op.stable"], "claims", {"id", "source", "claimed", "computed", "verdict", "why"}),
         (["scales"], "scales", {"name", "formula", "source"}),
+        (["info"], "backends", {"name", "runs_here", "in_use", "about"}),
     ],
 )
 def test_json_and_tables(capsys, arguments, table, columns):
@@ -98,6 +107,12 @@ def test_markdown(capsys):
         (["ablate", "--seeds", "0"], "--seeds"),
         (["explain", "--n", "1"], "n must be at least 2, got 1"),
         (["report", "--output", "no/such/place/r.html"], "path must lie in an existing directory"),
+        (["report", "--output", "report.png"], "path must end in .html, got 'report.png'"),
+        (["claims", "--plot", "claims.pdf"], "path must end in .png, .svg, .html, got 'claims.pdf'"),
+        (["claims", "op", "--json", "--markdown"], "--json and --markdown exclude each other"),
+        (["claims", "grad.learning", "--no-training"], "must name a claim that needs no training, got grad.learning"),
+        (["variance", "--d-k", "100000000000"], "d_k must not exceed 67108864, got 100000000000"),
+        (["saturation", "--zeros", "100000000"], "zeros must not exceed 1000000, got 100000000"),
         (["nosuchcommand"], "nosuchcommand"),
         (["variance", "--nosuchoption"], "--nosuchoption"),
     ],
@@ -121,7 +136,8 @@ def test_a_store_that_is_none_of_ours_is_left_alone(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "command", ["claims", "variance", "saturation", "ablate", "temperature", "gradients", "explain", "report", "scales"]
+    "command",
+    ["claims", "variance", "saturation", "ablate", "temperature", "gradients", "explain", "report", "scales", "info"],
 )
 def test_help_has_an_example(capsys, command):
     code, out, _ = run(capsys, command, "--help")
@@ -132,7 +148,71 @@ def test_help_has_an_example(capsys, command):
 
 def test_no_arguments_show_the_help(capsys):
     _, out, err = run(capsys)
-    assert "ablate" in out + err
+    assert "ablate" in out
+    assert not err
+
+
+def test_version(capsys):
+    code, out, _ = run(capsys, "--version")
+    assert code == 0
+    assert re.fullmatch(r"python [\d.]+, sqrtdk [\d.]+, numpy [\d.]+.*\n", out)
+
+
+def test_a_file_that_cannot_be_written_is_one_line(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    code, _, err = run(capsys, "saturation", "--plot", str(tmp_path / "a.png"))
+    assert code == 2
+    assert "path must lie in a directory that can be written" in err
+    monkeypatch.setattr(terminal, "print_record", lambda *_: (tmp_path / "gone" / "file").read_bytes())
+    code, _, err = run(capsys, "saturation")
+    assert code == 1
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no such signal")
+def test_ctrl_c_says_so_in_one_line(tmp_path):
+    line = [sys.executable, "-m", "sqrtdk", "ablate", "--steps", "100000", "--workers", "1"]
+    process = subprocess.Popen(
+        [*line, "--store", str(tmp_path / "runs.sqlite")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "runs.sqlite").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err == "sqrtdk: interrupted; finished runs are in the store if one was given\n"
+
+
+def test_claims_without_torch_say_so_before_anything_is_computed(capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(sqrtdk.theory, "dot_product_variance", lambda *_, **__: pytest.fail("computed"))
+    code, _, err = run(capsys, "claims")
+    assert code == 2
+    assert "only soft.trained, grad.learning need it (--no-training)" in err
+
+
+def print_narrow(rows, width):
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    terminal.print_table(rows, console=console)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_numbers_stay_whole_in_narrow_terminals(width):
+    numbers = [1 / (i + 3) for i in range(20)]
+    rows = [{"scale": name, **{f"number_{i}": x for i, x in enumerate(numbers)}} for name in ("none", "sqrt")]
+    out = print_narrow(rows, width)
+    assert max(map(len, out.splitlines())) <= width
+    words = out.split()
+    assert all(words.count(f"{x:.4g}") == 2 for x in numbers)
+    assert words.count("none") == words.count("sqrt") > 1
+
+
+def test_the_ends_of_an_interval_are_one_column():
+    out = print_narrow([{"scale": "sqrt", "grad_q": 2.0, "grad_q_low": 1.5, "grad_q_high": 2.5}], 80)
+    assert "1.5 to 2.5" in out
+    assert "‖∂loss/∂q‖ 95% interval" in out
 
 
 @pytest.mark.slow

@@ -32,6 +32,7 @@ def test_the_surface_is_pinned():
         "SqrtdkError",
         "attention",
         "attention_gradients",
+        "backends",
         "scaled_dot_product_attention",
         "scales",
         "softmax",

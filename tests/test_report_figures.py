@@ -8,11 +8,11 @@ import pytest
 from example_records import POLICIES, every_kind, make_ablation, make_claims, make_swap
 from sqrtdk.errors import InvalidValueError
 from sqrtdk.exercises import gradients, temperature
-from sqrtdk.report import figure_for, figure_kinds
+from sqrtdk.report import figure_for, figure_kinds, learning_figures
 from sqrtdk.report.figure import Axis, Band, Figure, Heatmap, Line, Panel, Points, numbers
 from sqrtdk.report.palette import VERDICT_COLOURS, policy_colour
 
-KINDS = ("ablation", "claims", "explain", "gradients", "saturation", "swap", "temperature", "variance")
+KINDS = ("ablation", "bench", "claims", "explain", "gradients", "saturation", "swap", "temperature", "variance")
 
 
 def series_of(figure, kind):
@@ -40,7 +40,7 @@ def test_figures_are_titled_and_not_empty(kind):
 
 
 def test_unknown_kind_lists_the_known():
-    with pytest.raises(InvalidValueError, match=r"unknown record kind 'variants'; known: ablation, claims, .*variance"):
+    with pytest.raises(InvalidValueError, match=r"unknown record kind 'variants'; known: ablation, bench, .*variance"):
         figure_for(replace(every_kind()["variance"], kind="variants"))
 
 
@@ -262,3 +262,8 @@ def test_every_registered_policy_has_a_colour_of_its_own():
 
     colours = [policy_colour(name) for name in scales.names()]
     assert len(set(colours)) == len(colours)
+
+
+@pytest.mark.parametrize(("losses", "log"), [([2.6, 2.7, 2.8], False), ([0.002, 2.6], True), ([0.0, 2.6], False)])
+def test_final_losses_are_logarithmic_only_over_decades(losses, log):
+    assert learning_figures._spans_decades([*losses, math.nan]) is log

@@ -199,7 +199,7 @@ def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_else(tmp_path, mon
         raise OSError("disk full")
 
     monkeypatch.setattr(report_files.os, "replace", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(InvalidValueError, match=r"path must be a file that can be written, got .*disk full"):
         save_figure(RECORDS["saturation"], path)
     assert [entry.name for entry in tmp_path.iterdir()] == ["figure.png"]
     assert path.read_bytes() == b"old"
@@ -234,3 +234,13 @@ def test_matplotlib_keeps_its_global_state():
     out = io.BytesIO(matplotlib_renderer.render(figure_for(RECORDS["explain"]), "png"))
     assert out.getbuffer().nbytes > 1000
     assert dict(matplotlib.rcParams) == before
+
+
+@pytest.mark.parametrize("kind", ["gradients", "temperature"])
+def test_pictures_carry_their_caption(kind):
+    figure = figure_for(RECORDS[kind])
+    canvas = matplotlib_renderer.draw(figure)
+    titles = [legend.get_title().get_text() for legend in canvas.legends]
+    shown = " ".join([canvas.get_supxlabel(), *titles]).split()
+    assert shown == figure.caption.split()
+    assert bool(titles) == bool(figure.legend())

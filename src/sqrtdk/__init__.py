@@ -1,6 +1,6 @@
 """sqrtdk: the toolkit for the scale of attention. NumPy in, NumPy out; nothing heavier is imported here."""
 
-from sqrtdk import scales, theory
+from sqrtdk import backends, scales, theory
 from sqrtdk.attention import Attention, Gradients, attention, attention_gradients
 from sqrtdk.errors import SqrtdkError
 from sqrtdk.reference import scaled_dot_product_attention, softmax
@@ -14,6 +14,7 @@ __all__ = [
     "SqrtdkError",
     "attention",
     "attention_gradients",
+    "backends",
     "scaled_dot_product_attention",
     "scales",
     "softmax",

@@ -1,19 +1,26 @@
-"""Attention for NumPy arrays: validate the call, find the scale, go through it in blocks of rows."""
+"""Attention for NumPy arrays: check the call, hand it to the backend, return output, statistics and weights."""
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from sqrtdk.call import ScaleLike, Window, as_float_array, validate
+from sqrtdk import backends
+from sqrtdk.arguments import ScaleLike, Window, as_float_array, float_code, validate
+from sqrtdk.call import Call
 from sqrtdk.errors import InvalidTypeError, InvalidValueError
 from sqrtdk.reference import attend, differentiate
+from sqrtdk.scales import Policy
 from sqrtdk.statistics import AttentionStatistics
 
 Array = npt.NDArray[Any]
+
+# How kernel.h numbers mask kinds and bfloat16.
+_BOOLEAN_MASK, _FIRST_FLOAT_MASK = 1, 2
+_BFLOAT16 = 1
 
 
 class Attention(NamedTuple):
@@ -70,9 +77,10 @@ def attention(
         weights: also return the weights, an L×S matrix per head.
 
     Returns:
-        `Attention(output, statistics, weights)`, output and weights in the dtype of q. Computation is in float64
-        and holds a block of rows at a time. A row that sees nothing gives zeros. What is masked has no influence,
-        even if it is NaN; what is visible and NaN, or gives logits beyond float64, makes its rows NaN.
+        `Attention(output, statistics, weights)`, output and weights in the dtype of q. The kernel computes in float64
+        for float64 and in float32 for the others, its row sums in float64; the backend `reference` in float64
+        (`sqrtdk.backends`). Neither holds all logits at once. A row that sees nothing gives zeros. What is masked has
+        no influence, even if it is NaN; what is visible and NaN, or gives logits beyond float64, makes its rows NaN.
 
     With L = 2 and S = 4 the two usual alignments see (x: visible)::
 
@@ -89,7 +97,18 @@ def attention(
     ((2, 8, 16, 64), (2, 8, 16))
     """
     call = validate(q, k, v, scale, mask, causal, causal_offset, window, softcap, sinks)
-    output = np.zeros((*call.rows_shape, call.v.shape[-1]), dtype=call.dtype)
+    plan = backends.plan()
+    if plan.forward is None:
+        backends.warn_without_kernel()
+        return _run_reference(call, statistics, weights)
+    if call.query.size == 0 or call.value.size == 0:  # nothing to compute, only shapes to get right
+        return _run_reference(call, statistics, weights)
+    output, described = _run_kernel(call, plan, statistics)
+    return Attention(output, described, _run_reference(call, False, True).weights if weights else None)
+
+
+def _run_reference(call: Call, statistics: bool, weights: bool) -> Attention:
+    output = np.zeros((*call.rows_shape, call.d_v), dtype=call.dtype)
     every_weight = np.zeros((*call.rows_shape, call.keys), dtype=call.dtype) if weights else None
     described = _empty_statistics(call.rows_shape) if statistics else None
     for tile in call.tiles():
@@ -108,6 +127,83 @@ def attention(
         else AttentionStatistics(**{name: call.restore(array) for name, array in described.items()}),
         weights=None if every_weight is None else call.restore(every_weight),
     )
+
+
+def _run_kernel(call: Call, plan: backends.Plan, statistics: bool) -> tuple[Array, AttentionStatistics | None]:
+    forward, level, threads = plan
+    assert forward is not None
+    query, key, value = call.query, call.key, call.value
+    code, dtype, factor, mask = call.code, query.dtype, call.factor, call.mask
+    if type(call.policy).prepare is not Policy.prepare:
+        code, query, key, value = _prepare(call)
+    elif code == _BFLOAT16 or not dtype.isnative:
+        query, key, value = _as_kernel_reads(query), _as_kernel_reads(key), _as_kernel_reads(value)
+    rows = query.shape[:-1]
+    output = np.empty((*rows, value.shape[-1]), query.dtype)
+    counts = np.empty((2, *rows), np.int64) if statistics else None
+    numbers = np.empty((11, *rows)) if statistics else None
+    is_number = type(factor) is float
+    mask_kind = 0
+    if mask is not None:
+        mask_kind = _BOOLEAN_MASK if mask.dtype == np.bool_ else _FIRST_FLOAT_MASK + float_code(mask.dtype)
+        mask = _as_kernel_reads(mask)
+    done = forward(
+        level,
+        threads,
+        code,
+        query,
+        key,
+        value,
+        factor if is_number else 0.0,
+        None if is_number else factor,
+        mask_kind,
+        mask,
+        call.first,
+        call.last,
+        0.0 if call.softcap is None else call.softcap,
+        call.sinks,
+        output,
+        numbers,
+        counts,
+    )
+    if not done:
+        return _run_kernel(_copy_misaligned(call), plan, statistics)
+    if output.dtype is not dtype:
+        with np.errstate(all="ignore"):
+            output = output.view(dtype) if code == _BFLOAT16 else output.astype(dtype)
+    if counts is None or numbers is None:
+        return output, None
+    return output, AttentionStatistics.from_blocks(counts, numbers)
+
+
+def _prepare(call: Call) -> tuple[int, Array, Array, Array]:
+    """q and k as the policy wants them, and v, in the precision the kernel works in."""
+    working = np.dtype(np.float64 if call.dtype.itemsize == 8 else np.float32)
+    with np.errstate(all="ignore"):
+        q, k = call.policy.prepare(call.q.astype(np.float64, order="C"), call.k.astype(np.float64, order="C"))
+        return (
+            float_code(working),
+            np.asarray(q).astype(working, copy=False).reshape(call.query.shape),
+            np.asarray(k).astype(working, copy=False).reshape(call.key.shape),
+            call.value.astype(working, copy=False),
+        )
+
+
+def _as_kernel_reads(array: Array) -> Array:
+    """bfloat16, which has no buffer format, as uint16; the other byte order turned round."""
+    if array.dtype.name == "bfloat16":
+        return array.view(np.uint16)
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def _copy_misaligned(call: Call) -> Call:
+    """The call with every array copied whose elements do not lie at a multiple of their size."""
+
+    def aligned(array: Array) -> Array:
+        return array if array.flags.aligned else array.copy()
+
+    mask = None if call.mask is None else aligned(call.mask)
+    return replace(call, query=aligned(call.query), key=aligned(call.key), value=aligned(call.value), mask=mask)
 
 
 def attention_gradients(
@@ -142,12 +238,12 @@ def attention_gradients(
     """
     call = validate(q, k, v, scale, mask, causal, causal_offset, window, softcap, sinks)
     grad = as_float_array("grad_output", grad_output)
-    expected = (*call.batch, *call.head_shape, call.queries, call.v.shape[-1])
+    expected = (*call.batch, *call.head_shape, call.queries, call.d_v)
     if grad.shape != expected:
         raise InvalidValueError(f"grad_output must have the output's shape {expected}, got {grad.shape}")
     if grad.dtype != call.dtype:
         raise InvalidTypeError(f"grad_output must have the dtype of query, {call.dtype}, got {grad.dtype}")
-    grad = grad.reshape(*call.rows_shape, call.v.shape[-1])
+    grad = grad.reshape(*call.rows_shape, call.d_v)
     grad_q = np.zeros(call.q.shape)
     grad_k = np.zeros(call.k.shape)
     grad_v = np.zeros(call.v.shape)
@@ -166,8 +262,8 @@ def attention_gradients(
         grad_q, grad_k = call.policy.pull_back(wide_q, wide_k, grad_q, grad_k)
         return Gradients(
             query=call.restore(grad_q.astype(call.dtype)),
-            key=grad_k.astype(call.dtype).reshape(call.key_shape),
-            value=grad_v.astype(call.dtype).reshape(*call.key_shape[:-1], call.v.shape[-1]),
+            key=grad_k.astype(call.dtype).reshape(call.key.shape),
+            value=grad_v.astype(call.dtype).reshape(*call.key.shape[:-1], call.d_v),
             scale=call.restore(grad_scale),
             sinks=None if call.sinks is None else grad_sinks.sum(axis=(0, 3)).reshape(-1),
         )

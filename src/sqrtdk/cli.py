@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from sqrtdk import exercises, scales
+from sqrtdk import backends, exercises, scales
 from sqrtdk.errors import InvalidValueError, SqrtdkError
-from sqrtdk.records import Record
+from sqrtdk.records import Record, cpu_name, versions
 
 app = typer.Typer(
     name="sqrtdk",
@@ -34,6 +34,21 @@ Store = Annotated[
 Workers = Annotated[int | None, typer.Option(help="Training processes; default: one per core.", min=1)]
 
 
+def _print_versions(wanted: bool) -> None:
+    if wanted:
+        typer.echo(", ".join(f"{package} {version}" for package, version in versions().items()))
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the versions and exit.", callback=_print_versions, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
 @app.command(epilog="Example: sqrtdk claims soft grad.vanish --markdown")
 def claims(
     ids: Annotated[
@@ -44,6 +59,9 @@ def claims(
     steps: Annotated[int, typer.Option(help="Training steps per run.", min=1)] = 600,
     store: Store = None,
     workers: Workers = None,
+    training: Annotated[
+        bool, typer.Option("--training/--no-training", help="Check the claims that train models (torch, minutes) too.")
+    ] = True,
     json: Json = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
     plot: Plot = None,
@@ -52,9 +70,17 @@ def claims(
     from sqrtdk import terminal
     from sqrtdk.claims import check_claims
 
+    if json and markdown:
+        raise InvalidValueError("--json and --markdown exclude each other, got both")
+    _require_drawable(plot)
     columns = ["id", "source", "claimed", "computed", "verdict", "why"]
     with _effort(seed, seeds, steps, store, workers) as (effort, bar):
-        record = check_claims(ids, effort, on_claim=lambda claim, i, n: bar.show(f"checking {claim.id}", i / n))
+        record = check_claims(
+            ids,
+            effort,
+            training=training,
+            on_claim=lambda claim, i, n: bar.show(f"checking {claim.id}", i / n),
+        )
     if markdown:
         typer.echo(terminal.markdown_table(record.tables["claims"], columns))
         _draw(record, plot)
@@ -72,7 +98,8 @@ def variance(
 ) -> None:
     """Exercise 1: the standard deviation of unscaled scores at any dₖ, and after dividing by √dₖ and dₖ."""
     record = exercises.variance(_numbers("--d-k", d_k, int), samples, seed)
-    _present(record, {"variance": None}, json, plot)
+    columns = ["d_k", "scale", "predicted", "measured", "low", "high", "inside"]
+    _present(record, {"variance": columns}, json, plot)
 
 
 @app.command(epilog="Example: sqrtdk saturation --largest 10 --plot saturation.svg")
@@ -181,12 +208,63 @@ def explain(
     _present(exercises.explain(d_k=d_k, n=n, seed=seed), {"explain": None}, json, plot)
 
 
+@app.command(epilog="Example: sqrtdk info --json")
+def info(json: Json = False) -> None:
+    """What computes attention here: the backends, which one is in use, threads, versions and CPU."""
+    found, used, count = backends.list(), backends.current(), backends.threads()
+    rows = [
+        {"name": one.name, "runs_here": one.runs_here, "in_use": one.name == used, "about": one.why_not or one.about}
+        for one in found
+    ]
+    reading = [
+        f"Attention runs on {used} with {count} thread{'s' if count > 1 else ''}.",
+        f"{cpu_name()}; " + ", ".join(f"{package} {version}" for package, version in versions().items()) + ".",
+    ]
+    if not any(one.runs_here for one in found[:-1]):
+        reading.insert(0, f"sqrtdk runs without its kernel ({found[0].why_not}): attention is computed in NumPy.")
+    record = Record(kind="info", spec={"backend": used, "threads": count}, tables={"backends": rows}, reading=reading)
+    _present(record, {"backends": None}, json, None)
+
+
 @app.command(name="scales", epilog="Example: sqrtdk scales --json")
 def list_scales(json: Json = False) -> None:
     """The scaling policies: name, formula, source."""
     kinds = [scales.policy_type(name) for name in scales.names()]
     rows = [{"name": kind.name, "formula": kind.formula, "source": kind.source} for kind in kinds]
     _present(Record(kind="scales", spec={}, tables={"scales": rows}), {"scales": None}, json, None)
+
+
+@app.command(epilog="Example: sqrtdk bench --suite square,real --output benchmark.json --plot benchmark.png")
+def bench(
+    suite: Annotated[
+        str | None, typer.Option(help="square,statistics,real,overhead,growth,memory; default: all.")
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(help="Rounds per case that should count; default: 15, quick 7.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads of everyone; default: as `sqrtdk info` says.")] = None,
+    backend: Annotated[str | None, typer.Option(help="avx512, avx2, portable or reference; default: the best.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Sequences up to 2048 only, fewer rounds.")] = False,
+    seed: Seed = 0,
+    output: Annotated[Path | None, typer.Option(help="Also write JSON with every timing into this file.")] = None,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """Time attention beside its peers: paired ratios, shares of the probed peak, errors, memory, growth."""
+    from sqrtdk import terminal
+    from sqrtdk.bench import run_benchmark, write_raw
+    from sqrtdk.report.files import require_directory
+
+    _require_drawable(plot)
+    if output is not None:
+        require_directory(output)
+    suites = None if suite is None else _names("--suite", suite)
+    with terminal.progress_bar() as bar:
+        record = run_benchmark(
+            suites, rounds=rounds, threads=threads, backend=backend, quick=quick, seed=seed, on_step=bar.show
+        )
+    if output is not None:
+        write_raw(record, output)
+    shown = ("ratios", "timings", "costs", "growth", "memory", "left_out")
+    _present(record, dict.fromkeys(shown), json, plot, curves=False)
 
 
 @app.command(epilog="Example: sqrtdk report --output report.html --store runs.sqlite --seeds 8")
@@ -202,9 +280,9 @@ def report(
     """Claims, exercises and the ablation in one self-contained HTML file, and a summary here."""
     from sqrtdk import terminal
     from sqrtdk.claims import check_claims, run_learning_ablation, run_trained_swap
-    from sqrtdk.report import require_directory, write_report
+    from sqrtdk.report import require_page, write_report
 
-    require_directory(output)
+    require_page(output)
     with _effort(seed, seeds, steps, store, workers) as (effort, bar):
         ablation = run_learning_ablation(effort)
         swap = run_trained_swap(effort)
@@ -280,29 +358,31 @@ def _numbers(option: str, text: str, kind: type) -> tuple[Any, ...]:
         raise InvalidValueError(f"{option} must be {what} separated by commas, got {text!r}") from None
 
 
+_INTERRUPTED = 130
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; wrong input ends with one line on stderr and exit code 2."""
     try:
         code = app(args=arguments, standalone_mode=False, prog_name="sqrtdk")
     except SqrtdkError as error:
         _fail(str(error), 2)
-    except KeyboardInterrupt:
-        _fail("interrupted; finished runs are in the store if one was given", 130)
-    except BrokenPipeError:
-        sys.stderr.close()  # the reader of the pipe has gone: nothing is left to say
-        sys.exit(0)
+    except OSError as error:  # a full disk, a file that is gone: nothing that a traceback would explain
+        _fail(str(error), 1)
     except Exception as error:
         # Usage errors of the option parser know their own words and exit code; anything else is a bug and shows itself.
         format_message = getattr(error, "format_message", None)
         if format_message is None:
-            if type(error).__name__ == "Abort":
-                _fail("interrupted; finished runs are in the store if one was given", 130)
             raise
         _fail(" ".join(str(format_message()).split()), int(getattr(error, "exit_code", 2)))
     else:
+        # The option parser turns Ctrl-C into this exit code.
+        if code == _INTERRUPTED:
+            _fail("interrupted; finished runs are in the store if one was given", _INTERRUPTED)
         sys.exit(code if isinstance(code, int) else 0)
 
 
 def _fail(message: str, code: int) -> None:
-    print(f"sqrtdk: {message}", file=sys.stderr)
+    if message:  # without arguments the help has said everything
+        print(f"sqrtdk: {message}", file=sys.stderr)
     sys.exit(code)

@@ -21,6 +21,10 @@ class MissingExtraError(SqrtdkError, ImportError):
     """An optional dependency is not installed; the message names the extra that brings it."""
 
 
+class SqrtdkWarning(UserWarning):
+    """Something works, but not as one would expect it to; the message says how to change that or to silence it."""
+
+
 def missing_extra(package: str, extra: str) -> MissingExtraError:
     """Build the error that says which extra brings a package.
 

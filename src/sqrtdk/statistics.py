@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,25 @@ class AttentionStatistics:
     score_max: Array
     score_variance: Array
     sink_weight: Array
+
+    @classmethod
+    def from_blocks(cls, counts: Array, numbers: Array) -> AttentionStatistics:
+        """The fields in the order above as views of two blocks, int64 `[2, ...]` and float64 `[11, ...]`.
+
+        A view is made when it is first asked for: thirteen of them would cost as much as a small call of the kernel.
+        """
+        rows = cls.__new__(cls)
+        rows.__dict__["_blocks"] = (counts, numbers)
+        return rows
+
+    def __getattr__(self, name: str) -> Array:
+        blocks = self.__dict__.get("_blocks")
+        if blocks is None or name not in _FIELDS:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        at = _FIELDS.index(name)
+        value: Array = blocks[0][at] if at < 2 else blocks[1][at - 2]
+        self.__dict__[name] = value
+        return value
 
     @property
     def max_weight(self) -> Array:
@@ -106,6 +125,8 @@ class AttentionStatistics:
         """The common shape `[..., H, L]` of all fields."""
         return tuple(self.visible_keys.shape)
 
+
+_FIELDS = tuple(item.name for item in fields(AttentionStatistics))
 
 SUMMARISED = (
     "entropy",

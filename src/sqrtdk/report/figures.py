@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from sqrtdk.errors import unknown_name
 from sqrtdk.records import Record
-from sqrtdk.report import exercise_figures, gradient_figures, learning_figures
+from sqrtdk.report import bench_figures, exercise_figures, gradient_figures, learning_figures
 from sqrtdk.report.figure import Axis, Figure, Panel, Points, numbers
 from sqrtdk.report.palette import NEUTRAL, VERDICT_COLOURS, VERDICT_SYMBOLS
 
@@ -91,4 +91,5 @@ _FIGURES: dict[str, Callable[[Record], Figure]] = {
     "explain": gradient_figures.show_explanation,
     "ablation": learning_figures.show_ablation,
     "swap": learning_figures.show_swap,
+    "bench": bench_figures.show_bench,
 }

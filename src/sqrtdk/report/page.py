@@ -75,6 +75,12 @@ _SECTIONS = {
         "How does ∂softmax/∂input look for uniform and for peaked rows, and do gradients vanish without the scale?",
         "sqrtdk gradients",
     ),
+    "bench": _Section(
+        "How fast it is",
+        "How long does attention take beside its peers, at which error, with how much memory, and what do statistics "
+        "cost?",
+        "sqrtdk bench",
+    ),
 }
 
 _TABLE_TITLES = {

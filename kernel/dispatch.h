@@ -1,0 +1,19 @@
+// What each CPU level offers; every level_<name>.cpp defines these in its own namespace.
+#pragma once
+
+#include "kernel.h"
+
+#define SQRTDK_DECLARE_LEVEL(name)                    \
+    namespace name {                                  \
+    Status forward(const Forward& call);              \
+    double fused_operations(int64_t rounds);          \
+    void read_memory(const float* p, int64_t count);  \
+    }
+
+namespace sqrtdk {
+#if defined(__x86_64__)
+SQRTDK_DECLARE_LEVEL(avx512)
+SQRTDK_DECLARE_LEVEL(avx2)
+#endif
+SQRTDK_DECLARE_LEVEL(portable)
+}  // namespace sqrtdk

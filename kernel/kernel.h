@@ -1,0 +1,87 @@
+// The whole contract of the kernel: plain structs in, status out. No Python, no torch, no exceptions across this line.
+//
+// Shape legend: N batch entries, G key/value heads, R query heads per key/value head, L queries, S keys, D = d_k, V = d_v.
+#pragma once
+
+#include <cstdint>
+
+namespace sqrtdk {
+
+enum class Dtype : int { float16, bfloat16, float32, float64 };
+enum class MaskKind : int { none, boolean, float16, bfloat16, float32, float64 };
+enum class Status : int { ok, interrupted, out_of_memory, unknown_level };
+
+// A strided array; strides count elements and may be zero or negative.
+struct Query {  // [N, G, R, L, D]
+    const void* data;
+    int64_t n, g, r, l, d;
+};
+struct KeyValue {  // [N, G, S, D or V]
+    const void* data;
+    int64_t n, g, s, d;
+};
+struct Scale {  // float64 [N, G, R, L]
+    const double* data;
+    int64_t n, g, r, l;
+};
+struct Mask {  // [N, G, R, L, S]; boolean is one byte, 0 or 1; float is added to the logits, -inf hides
+    MaskKind kind;
+    const void* data;
+    int64_t n, g, r, l, s;
+};
+
+// Row statistics, contiguous [N, G, R, L]; all null when none are wanted. Meanings: AttentionStatistics in statistics.py.
+struct Statistics {
+    int64_t* visible_keys;
+    int64_t* max_key;
+    double* max_logit;
+    double* logsumexp;
+    double* entropy;
+    double* tail_weight;
+    double* tail_p2;
+    double* tail_p3;
+    double* logit_mean;
+    double* logit_variance;
+    double* score_max;
+    double* score_variance;
+    double* sink_weight;
+};
+
+struct Forward {
+    Dtype dtype;
+    int64_t batch, groups, shared, queries, keys, d_k, d_v;
+    Query q;
+    KeyValue k, v;
+    Scale scale;
+    Mask mask;
+    // Query i sees key j with first <= j - i <= last; int64 limits leave a side open.
+    int64_t first, last;
+    double softcap;        // 0: none
+    const double* sinks;   // [G * R], or null
+    void* output;          // contiguous [N, G, R, L, V] of dtype
+    Statistics statistics;
+    int threads;           // at least 1; the result does not depend on it
+    // Called by the calling thread every few milliseconds; true stops the call. May be null.
+    bool (*interrupted)(void* context);
+    void* context;
+};
+
+// Runs one forward pass on the named CPU level. Inputs are only read; outputs are complete unless the status says otherwise.
+Status forward(const Forward& call, const char* level);
+
+// CPU levels compiled in, best first, and whether this machine can run each.
+struct Level {
+    const char* name;
+    bool runs_here;
+};
+const Level* levels(int* count);
+const char* best_level();
+
+// Machine probes for the benchmark: multiply-adds (float32) and bytes read per second on `threads` threads of the pool.
+double probe_fma(const char* level, int threads);
+double probe_read(const char* level, int threads);
+
+// Worker threads alive now, the caller's left out.
+int pool_size();
+
+}  // namespace sqrtdk

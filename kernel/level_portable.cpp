@@ -1,0 +1,5 @@
+// The algorithm, compiled for the level portable.
+#define SQRTDK_LEVEL portable
+#include "simd_portable.h"
+//
+#include "forward.h"

@@ -1,0 +1,25 @@
+// The threads of the kernel: one persistent pool per process.
+#pragma once
+
+namespace sqrtdk {
+
+// Runs body(context, worker) on up to `threads` threads (at most 256) and returns when every started one has returned.
+// The calling thread is worker 0; the others have distinct numbers from 1 to threads - 1.
+//
+// Fewer may run than were asked for: a call that finds the pool taken by another thread (or by itself, further up the
+// stack) runs worker 0 alone; a worker that has not begun by the time worker 0 returns is let off; and the system may
+// refuse a thread. So a body takes its work from a shared counter until nothing is left, and what it computes must not
+// depend on who computes it.
+//
+// Every body runs in the default floating-point environment (round to nearest, no flush-to-zero, traps masked); the
+// caller's environment, its exception flags included, is the same after the call as before.
+//
+// A forked child starts with an empty pool, whatever the parent's threads were doing. If the forking thread is itself
+// inside a call, the fork waits until the workers have finished, and the call can be completed on both sides.
+//
+// Returns false if a body threw: its work is then incomplete. No exception leaves this function.
+bool run_on_pool(int threads, void (*body)(void* context, int worker), void* context);
+
+// pool_size() is declared in kernel.h.
+
+}  // namespace sqrtdk

@@ -1,0 +1,138 @@
+// Vector operations on AVX-512 (F, BW, DQ, VL): 16 floats or 8 doubles. Every simd_<level>.h has these names.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+#define SQRTDK_INLINE static inline __attribute__((always_inline))
+
+namespace sqrtdk {
+namespace avx512 {
+
+template <class T>
+struct Simd;
+
+template <>
+struct Simd<float> {
+    static constexpr int lanes = 16;
+    static constexpr int registers = 32;  // decides how many rows a product keeps in registers
+    static constexpr bool fused = true;  // fma rounds once
+    using Vec = __m512;
+    using Mask = __mmask16;
+
+    SQRTDK_INLINE Vec zero() { return _mm512_setzero_ps(); }
+    SQRTDK_INLINE Vec all(float x) { return _mm512_set1_ps(x); }
+    SQRTDK_INLINE Vec load(const float* p) { return _mm512_loadu_ps(p); }
+    SQRTDK_INLINE void store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
+    SQRTDK_INLINE Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
+    SQRTDK_INLINE Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
+    SQRTDK_INLINE Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+    SQRTDK_INLINE Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
+    // Of two operands one of which is NaN these give the second.
+    SQRTDK_INLINE Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+    SQRTDK_INLINE Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
+    SQRTDK_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }    // a*b + c
+    SQRTDK_INLINE Vec fms(Vec a, Vec b, Vec c) { return _mm512_fmsub_ps(a, b, c); }    // a*b - c
+    SQRTDK_INLINE Vec fnma(Vec a, Vec b, Vec c) { return _mm512_fnmadd_ps(a, b, c); }  // c - a*b
+    SQRTDK_INLINE Vec round(Vec a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+    SQRTDK_INLINE Vec abs(Vec a) { return _mm512_abs_ps(a); }
+    SQRTDK_INLINE Vec with_sign(Vec size, Vec sign) {  // size >= 0 with the sign bit of `sign`
+        return _mm512_or_ps(size, _mm512_and_ps(sign, _mm512_set1_ps(-0.0f)));
+    }
+    SQRTDK_INLINE Vec scale2(Vec x, Vec n) { return _mm512_scalef_ps(x, n); }  // x * 2^n, n integral and >= -126
+
+    SQRTDK_INLINE Mask equal(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
+    SQRTDK_INLINE Mask less(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
+    SQRTDK_INLINE Mask not_less(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_NLT_UQ); }  // true for NaN
+    SQRTDK_INLINE Mask from_bits(uint64_t bits) { return static_cast<Mask>(bits); }              // lowest lanes
+    SQRTDK_INLINE uint64_t bits(Mask m) { return m; }
+    SQRTDK_INLINE Vec keep(Mask m, Vec v) { return _mm512_maskz_mov_ps(m, v); }                  // 0 elsewhere
+    SQRTDK_INLINE Vec choose(Mask m, Vec yes, Vec no) { return _mm512_mask_mov_ps(no, m, yes); }
+
+    // 16 x 16 in registers: rows[i] lane j <-> rows[j] lane i.
+    SQRTDK_INLINE void transpose(Vec (&r)[16]) {
+        Vec t[16];
+        for (int i = 0; i < 16; i += 2) {
+            t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
+            t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
+        }
+        for (int i = 0; i < 16; i += 4) {
+            r[i] = _mm512_shuffle_ps(t[i], t[i + 2], 0x44);
+            r[i + 1] = _mm512_shuffle_ps(t[i], t[i + 2], 0xee);
+            r[i + 2] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+            r[i + 3] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+        }
+        for (int i = 0; i < 4; ++i) {
+            t[i] = _mm512_shuffle_f32x4(r[i], r[i + 4], 0x88);
+            t[i + 4] = _mm512_shuffle_f32x4(r[i], r[i + 4], 0xdd);
+            t[i + 8] = _mm512_shuffle_f32x4(r[i + 8], r[i + 12], 0x88);
+            t[i + 12] = _mm512_shuffle_f32x4(r[i + 8], r[i + 12], 0xdd);
+        }
+        for (int i = 0; i < 4; ++i) {
+            r[i] = _mm512_shuffle_f32x4(t[i], t[i + 8], 0x88);
+            r[i + 8] = _mm512_shuffle_f32x4(t[i], t[i + 8], 0xdd);
+            r[i + 4] = _mm512_shuffle_f32x4(t[i + 4], t[i + 12], 0x88);
+            r[i + 12] = _mm512_shuffle_f32x4(t[i + 4], t[i + 12], 0xdd);
+        }
+    }
+};
+
+template <>
+struct Simd<double> {
+    static constexpr int lanes = 8;
+    static constexpr int registers = 32;
+    static constexpr bool fused = true;  // fma rounds once
+    using Vec = __m512d;
+    using Mask = __mmask8;
+
+    SQRTDK_INLINE Vec zero() { return _mm512_setzero_pd(); }
+    SQRTDK_INLINE Vec all(double x) { return _mm512_set1_pd(x); }
+    SQRTDK_INLINE Vec load(const double* p) { return _mm512_loadu_pd(p); }
+    SQRTDK_INLINE void store(double* p, Vec v) { _mm512_storeu_pd(p, v); }
+    SQRTDK_INLINE Vec add(Vec a, Vec b) { return _mm512_add_pd(a, b); }
+    SQRTDK_INLINE Vec sub(Vec a, Vec b) { return _mm512_sub_pd(a, b); }
+    SQRTDK_INLINE Vec mul(Vec a, Vec b) { return _mm512_mul_pd(a, b); }
+    SQRTDK_INLINE Vec div(Vec a, Vec b) { return _mm512_div_pd(a, b); }
+    SQRTDK_INLINE Vec max(Vec a, Vec b) { return _mm512_max_pd(a, b); }
+    SQRTDK_INLINE Vec min(Vec a, Vec b) { return _mm512_min_pd(a, b); }
+    SQRTDK_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_pd(a, b, c); }
+    SQRTDK_INLINE Vec fms(Vec a, Vec b, Vec c) { return _mm512_fmsub_pd(a, b, c); }
+    SQRTDK_INLINE Vec fnma(Vec a, Vec b, Vec c) { return _mm512_fnmadd_pd(a, b, c); }
+    SQRTDK_INLINE Vec round(Vec a) { return _mm512_roundscale_pd(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+    SQRTDK_INLINE Vec abs(Vec a) { return _mm512_abs_pd(a); }
+    SQRTDK_INLINE Vec with_sign(Vec size, Vec sign) {
+        return _mm512_or_pd(size, _mm512_and_pd(sign, _mm512_set1_pd(-0.0)));
+    }
+    SQRTDK_INLINE Vec scale2(Vec x, Vec n) { return _mm512_scalef_pd(x, n); }  // n >= -1022
+
+    SQRTDK_INLINE Mask equal(Vec a, Vec b) { return _mm512_cmp_pd_mask(a, b, _CMP_EQ_OQ); }
+    SQRTDK_INLINE Mask less(Vec a, Vec b) { return _mm512_cmp_pd_mask(a, b, _CMP_LT_OQ); }
+    SQRTDK_INLINE Mask not_less(Vec a, Vec b) { return _mm512_cmp_pd_mask(a, b, _CMP_NLT_UQ); }
+    SQRTDK_INLINE Mask from_bits(uint64_t bits) { return static_cast<Mask>(bits); }
+    SQRTDK_INLINE uint64_t bits(Mask m) { return m; }
+    SQRTDK_INLINE Vec keep(Mask m, Vec v) { return _mm512_maskz_mov_pd(m, v); }
+    SQRTDK_INLINE Vec choose(Mask m, Vec yes, Vec no) { return _mm512_mask_mov_pd(no, m, yes); }
+
+    SQRTDK_INLINE void transpose(Vec (&r)[8]) {
+        Vec t[8];
+        for (int i = 0; i < 8; i += 2) {
+            t[i] = _mm512_unpacklo_pd(r[i], r[i + 1]);
+            t[i + 1] = _mm512_unpackhi_pd(r[i], r[i + 1]);
+        }
+        for (int i = 0; i < 2; ++i) {
+            r[i] = _mm512_shuffle_f64x2(t[i], t[i + 2], 0x88);
+            r[i + 2] = _mm512_shuffle_f64x2(t[i], t[i + 2], 0xdd);
+            r[i + 4] = _mm512_shuffle_f64x2(t[i + 4], t[i + 6], 0x88);
+            r[i + 6] = _mm512_shuffle_f64x2(t[i + 4], t[i + 6], 0xdd);
+        }
+        for (int i = 0; i < 4; ++i) {
+            t[i] = _mm512_shuffle_f64x2(r[i], r[i + 4], 0x88);
+            t[i + 4] = _mm512_shuffle_f64x2(r[i], r[i + 4], 0xdd);
+        }
+        for (int i = 0; i < 8; ++i) r[i] = t[i];
+    }
+};
+
+}  // namespace avx512
+}  // namespace sqrtdk

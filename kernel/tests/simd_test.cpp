@@ -1,0 +1,279 @@
+// Every operation of one simd_<level>.h against scalar code, on random and special numbers. Compiled once per level
+// with the level's own flags and -ffp-contract=off; the flags tell which level is meant.
+// Exits with 0 if everything holds, or if this machine cannot run the level (and says so).
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <vector>
+
+#if defined(SQRTDK_LEVEL)
+#elif defined(__AVX512F__)
+#define SQRTDK_LEVEL avx512
+#elif defined(__AVX2__)
+#define SQRTDK_LEVEL avx2
+#else
+#define SQRTDK_LEVEL portable
+#endif
+
+#define QUOTED_(path) #path
+#define QUOTED(path) QUOTED_(path)
+#define HEADER_(level) ../simd_##level.h
+#define HEADER(level) HEADER_(level)
+#include QUOTED(HEADER(SQRTDK_LEVEL))
+
+namespace {
+
+using sqrtdk::SQRTDK_LEVEL::Simd;
+
+int failures = 0;
+
+template <class T>
+struct BitsOf;
+template <>
+struct BitsOf<float> {
+    using type = uint32_t;
+};
+template <>
+struct BitsOf<double> {
+    using type = uint64_t;
+};
+
+template <class T>
+typename BitsOf<T>::type bits_of(T x) {
+    typename BitsOf<T>::type bits;
+    std::memcpy(&bits, &x, sizeof x);
+    return bits;
+}
+
+template <class T>
+T with_payload(unsigned payload) {  // a quiet NaN that can be told from others
+    T x = std::numeric_limits<T>::quiet_NaN();
+    auto bits = bits_of(x);
+    bits |= payload;
+    std::memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+template <class T>
+bool same_number(T a, T b) {  // any NaN for any NaN: arithmetic need not keep the payload
+    return bits_of(a) == bits_of(b) || (a != a && b != b);
+}
+
+void expect(bool holds, const char* type, const char* what, double a, double b, double c, double got) {
+    if (holds) return;
+    if (++failures <= 20) std::fprintf(stderr, "%s %s(%a, %a, %a) gave %a\n", type, what, a, b, c, got);
+}
+
+template <class T>
+std::vector<T> special_numbers() {
+    using L = std::numeric_limits<T>;
+    const T whole = 1 / L::epsilon();  // from here on every number is an integer
+    std::vector<T> numbers = {T(0),        T(1),  T(0.5),           T(1.5),       T(2.5),    T(0.49999997),
+                              T(3),        T(1e10), T(1) / 3,       L::infinity(), L::min(), L::denorm_min(),
+                              L::min() / 2, L::max(), L::epsilon(), whole,        whole - 1, whole - T(0.5),
+                              2 * whole + 2, with_payload<T>(1)};
+    const size_t count = numbers.size();
+    for (size_t i = 0; i < count; ++i) numbers.push_back(-numbers[i]);
+    return numbers;
+}
+
+template <class T>
+struct Checks {
+    using S = Simd<T>;
+    using Vec = typename S::Vec;
+    static constexpr int lanes = S::lanes;
+    static constexpr uint64_t all_lanes = (uint64_t{1} << lanes) - 1;
+    const char* const type = sizeof(T) == 4 ? "float" : "double";
+    T a[lanes], b[lanes], c[lanes], got[lanes];
+
+    // Lanes hold different operands, so that a lane mix-up shows.
+    template <class Operation, class Scalar>
+    void each(const char* what, Operation operation, Scalar scalar) {
+        S::store(got, operation(S::load(a), S::load(b), S::load(c)));
+        for (int i = 0; i < lanes; ++i) expect(scalar(a[i], b[i], c[i], got[i]), type, what, a[i], b[i], c[i], got[i]);
+    }
+    template <class Operation, class Scalar>
+    void each_mask(const char* what, Operation operation, Scalar scalar) {
+        const uint64_t mask = S::bits(operation(S::load(a), S::load(b)));
+        for (int i = 0; i < lanes; ++i) {
+            const bool bit = mask >> i & 1;
+            expect(bit == scalar(a[i], b[i]), type, what, a[i], b[i], 0, bit);
+        }
+        expect((mask & ~all_lanes) == 0, type, "bits past the lanes", 0, 0, 0, double(mask));
+    }
+
+    void arithmetic() {
+        each("add", [](Vec x, Vec y, Vec) { return S::add(x, y); },
+             [](T x, T y, T, T r) { return same_number<T>(r, x + y); });
+        each("sub", [](Vec x, Vec y, Vec) { return S::sub(x, y); },
+             [](T x, T y, T, T r) { return same_number<T>(r, x - y); });
+        each("mul", [](Vec x, Vec y, Vec) { return S::mul(x, y); },
+             [](T x, T y, T, T r) { return same_number<T>(r, x * y); });
+        each("div", [](Vec x, Vec y, Vec) { return S::div(x, y); },
+             [](T x, T y, T, T r) { return same_number<T>(r, x / y); });
+        // To the bit, payload included: which operand comes through a NaN is part of the contract.
+        each("max", [](Vec x, Vec y, Vec) { return S::max(x, y); },
+             [](T x, T y, T, T r) { return bits_of(r) == bits_of(x > y ? x : y); });
+        each("min", [](Vec x, Vec y, Vec) { return S::min(x, y); },
+             [](T x, T y, T, T r) { return bits_of(r) == bits_of(x < y ? x : y); });
+        each("fma", [](Vec x, Vec y, Vec z) { return S::fma(x, y, z); },
+             [](T x, T y, T z, T r) { return same_number(r, fused ? std::fma(x, y, z) : x * y + z); });
+        each("fnma", [](Vec x, Vec y, Vec z) { return S::fnma(x, y, z); },
+             [](T x, T y, T z, T r) { return same_number(r, fused ? std::fma(-x, y, z) : z - x * y); });
+        each("round", [](Vec x, Vec, Vec) { return S::round(x); },
+             [](T x, T, T, T r) { return same_number(r, std::nearbyint(x)); });
+        each("abs", [](Vec x, Vec, Vec) { return S::abs(x); },
+             [](T x, T, T, T r) { return bits_of(r) == bits_of(std::fabs(x)); });
+        each("with_sign", [](Vec x, Vec y, Vec) { return S::with_sign(S::abs(x), y); },
+             [](T x, T y, T, T r) { return bits_of(r) == bits_of(std::copysign(x, y)); });
+        each("all", [](Vec, Vec, Vec) { return S::all(T(-3.25)); }, [](T, T, T, T r) { return r == T(-3.25); });
+        each("zero", [](Vec, Vec, Vec) { return S::zero(); }, [](T, T, T, T r) { return bits_of(r) == 0; });
+    }
+
+    void comparisons() {
+        each_mask("equal", [](Vec x, Vec y) { return S::equal(x, y); }, [](T x, T y) { return x == y; });
+        each_mask("less", [](Vec x, Vec y) { return S::less(x, y); }, [](T x, T y) { return x < y; });
+        each_mask("not_less", [](Vec x, Vec y) { return S::not_less(x, y); }, [](T x, T y) { return !(x < y); });
+    }
+
+    void masks(uint64_t word) {
+        const auto mask = S::from_bits(word);
+        expect(S::bits(mask) == (word & all_lanes), type, "from_bits", double(word), 0, 0, double(S::bits(mask)));
+        T kept[lanes], chosen[lanes];
+        S::store(kept, S::keep(mask, S::load(a)));
+        S::store(chosen, S::choose(mask, S::load(a), S::load(b)));
+        for (int i = 0; i < lanes; ++i) {
+            const bool bit = word >> i & 1;
+            expect(bits_of(kept[i]) == (bit ? bits_of(a[i]) : 0), type, "keep", a[i], bit, 0, kept[i]);
+            expect(bits_of(chosen[i]) == bits_of(bit ? a[i] : b[i]), type, "choose", a[i], b[i], bit, chosen[i]);
+        }
+    }
+
+    // What exp needs: numbers around 1 times 2^n with a normal result, NaN kept.
+    void powers(std::mt19937_64& random) {
+        const int least = std::numeric_limits<T>::min_exponent - 1;
+        for (int n = least; n <= 1; ++n) {
+            for (int i = 0; i < lanes; ++i) {
+                a[i] = T(n == least ? 1 : 0.7) + T(random() % 1000) / 1500;
+                b[i] = T(n);
+            }
+            each("scale2", [](Vec x, Vec y, Vec) { return S::scale2(x, y); },
+                 [](T x, T y, T, T r) { return bits_of(r) == bits_of(std::ldexp(x, int(y))); });
+        }
+        // exp(NaN) brings NaN for both; any payload, since it is the user's.
+        for (T n : {with_payload<T>(0), with_payload<T>(0x7ff), -with_payload<T>(0x2a5)}) {
+            for (int i = 0; i < lanes; ++i) {
+                a[i] = with_payload<T>(unsigned(i));
+                b[i] = n;
+            }
+            each("scale2", [](Vec x, Vec y, Vec) { return S::scale2(x, y); }, [](T, T, T, T r) { return r != r; });
+        }
+    }
+
+    void transposition() {
+        Vec rows[lanes];
+        for (int i = 0; i < lanes; ++i) {
+            for (int j = 0; j < lanes; ++j) a[j] = T(100 * i + j);
+            rows[i] = S::load(a);
+        }
+        S::transpose(rows);
+        for (int i = 0; i < lanes; ++i) {
+            S::store(got, rows[i]);
+            for (int j = 0; j < lanes; ++j) expect(got[j] == T(100 * j + i), type, "transpose", i, j, 0, got[j]);
+        }
+    }
+
+    void unaligned() {
+        T memory[3 * lanes + 1];
+        for (int i = 0; i < 3 * lanes + 1; ++i) memory[i] = T(i);
+        for (int at = 0; at <= lanes; ++at) {
+            T copy[3 * lanes];
+            for (T& x : copy) x = T(-1);
+            S::store(copy + at, S::load(memory + at));
+            for (int i = 0; i < 3 * lanes; ++i)
+                expect(copy[i] == (i >= at && i < at + lanes ? T(i) : T(-1)), type, "load, store", at, i, 0, copy[i]);
+        }
+    }
+
+    void run() {
+        std::mt19937_64 random(1);
+        const std::vector<T> special = special_numbers<T>();
+        const auto any_special = [&] { return special[random() % special.size()]; };
+        for (T x : special)
+            for (T y : special) {
+                for (int i = 0; i < lanes; ++i) {
+                    a[i] = i % 2 == 0 ? x : any_special();
+                    b[i] = i % 2 == 0 ? y : any_special();
+                    c[i] = any_special();
+                }
+                arithmetic();
+                comparisons();
+                masks(random());
+            }
+        const auto any_bits = [&] {
+            const uint64_t bits = random();
+            T x;
+            std::memcpy(&x, &bits, sizeof x);
+            return x != x ? with_payload<T>(unsigned(bits & 0xff)) : x;  // signalling NaNs are turned quiet
+        };
+        std::normal_distribution<double> normal;
+        for (int repeat = 0; repeat < 20000; ++repeat) {
+            for (int i = 0; i < lanes; ++i) {
+                const bool raw = repeat % 2 == 0;
+                a[i] = raw ? any_bits() : T(normal(random));
+                b[i] = raw ? any_bits() : T(normal(random));
+                c[i] = raw ? any_bits() : -a[i] * b[i];  // where a fused sum keeps what a product rounds away
+            }
+            arithmetic();
+            comparisons();
+            masks(random());
+        }
+        for (uint64_t word = 0; word <= all_lanes && word < 70000; ++word) masks(word | random() << lanes);
+        powers(random);
+        transposition();
+        unaligned();
+    }
+
+    static const bool fused;
+};
+
+// Known from the level, not from its answers: otherwise a lost fusion would go unnoticed.
+#define IS_PORTABLE_portable 1
+#define IS_PORTABLE_(level) IS_PORTABLE_##level
+#define IS_PORTABLE(level) IS_PORTABLE_(level)
+#if IS_PORTABLE(SQRTDK_LEVEL) + 0 && !defined(__aarch64__)
+template <class T>
+const bool Checks<T>::fused = false;
+#else
+template <class T>
+const bool Checks<T>::fused = true;
+#endif
+
+bool runs_here() {
+#if defined(__AVX512F__)
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+#elif defined(__AVX2__)
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#else
+    return true;
+#endif
+}
+
+}  // namespace
+
+int main() {
+    const char* level = QUOTED(SQRTDK_LEVEL);
+    if (!runs_here()) {
+        std::printf("simd %s: compiled, this machine cannot run it\n", level);
+        return 0;
+    }
+    Checks<float>().run();
+    Checks<double>().run();
+    if (failures == 0) std::printf("simd %s: everything holds\n", level);
+    else std::fprintf(stderr, "simd %s: %d failures\n", level, failures);
+    return failures == 0 ? 0 : 1;
+}

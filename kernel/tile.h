@@ -1,0 +1,507 @@
+// Queries in lanes: a tile of rows passes over its keys block by block.
+//
+//   queries [D][row]      transposed once, the scale multiplied in
+//   scores  [key][row]    = keys x queries, then softened in place into weights
+//   output  [V][row]     += values x weights
+//
+// A vector lane is one row, so maxima, sums and every statistic are vertical and need no reduction across lanes.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "block_view.h"
+#include "exponential.h"
+#include "kernel.h"
+#include "level.h"
+#include "product.h"
+#include "row_state.h"
+#include "visibility.h"
+
+namespace sqrtdk {
+namespace SQRTDK_LEVEL {
+namespace {
+
+// Sums over the tail of one vector of rows without the weight 1 of their largest logits: taken again where "sum minus one"
+// would cancel. Where even the powers underflow they are summed in float64.
+template <class T, int W>
+__attribute__((noinline)) void sum_sharp_tails(const T* weights, int64_t keys, int at, BlockSums<T, W>& block) {
+    using S = Simd<T>;
+    const auto one = S::all(T(1));
+    auto tail = S::zero(), tail2 = S::zero(), tail3 = S::zero(), ones = S::zero();
+    for (int64_t j = 0; j < keys; ++j) {
+        const auto p = S::load(weights + j * W);
+        const auto is_one = S::equal(p, one);
+        const auto rest = S::choose(is_one, S::zero(), p), square = S::mul(rest, rest);
+        tail = S::add(tail, rest);
+        tail2 = S::add(tail2, square);
+        tail3 = S::fma(square, rest, tail3);
+        ones = S::add(ones, S::keep(is_one, one));
+    }
+    alignas(64) T exact[4][S::lanes];
+    S::store(exact[0], tail);
+    S::store(exact[1], tail2);
+    S::store(exact[2], tail3);
+    S::store(exact[3], ones);
+    for (int i = 0; i < S::lanes; ++i) {
+        if (!(block.tail[at + i] < T(0.5))) continue;
+        // Weights that round to 1 beside the largest belong to the tail.
+        const T extra = exact[3][i] > block.ones[at + i] ? exact[3][i] - block.ones[at + i] : T(0);
+        block.tail[at + i] = exact[0][i] + extra;
+        block.tail2[at + i] = exact[1][i] + extra;
+        block.tail3[at + i] = exact[2][i] + extra;
+        if (sizeof(T) == sizeof(double) || !(block.tail[at + i] < tiny_tail<T>)) continue;
+        block.has_tiny = true;
+        block.tail2[at + i] = block.tail3[at + i] = 0;
+        for (int64_t j = 0; j < keys; ++j) {
+            const double p = weights[j * W + i];
+            if (p >= 0.5) continue;  // the largest, which is not in the tail
+            block.tiny2[at + i] += p * p;
+            block.tiny3[at + i] += p * p * p;
+        }
+    }
+}
+
+// Where in the block the new maxima are: the first key of each row that grew.
+template <class T, int W>
+__attribute__((noinline)) void find_tops(const T* scores, int64_t keys, uint64_t grew, typename Simd<T>::Vec top, T* key) {
+    using S = Simd<T>;
+    if (__builtin_popcountll(grew) > S::lanes / 4) {
+        auto found = S::zero(), at = S::all(T(keys));
+        for (int64_t j = keys - 1; j >= 0; --j) {
+            at = S::sub(at, S::all(T(1)));
+            found = S::choose(S::equal(S::load(scores + j * W), top), at, found);
+        }
+        S::store(key, found);
+        return;
+    }
+    alignas(64) T tops[S::lanes];
+    S::store(tops, top);
+    for (; grew != 0; grew &= grew - 1) {
+        const int i = __builtin_ctzll(grew);
+        int64_t j = 0;
+        while (scores[j * W + i] != tops[i]) ++j;
+        key[i] = T(j);
+    }
+}
+
+// One vector of rows, the keys of one block: scores become weights, the block's sums are written at lane `at`.
+template <class T, int W, bool statistics, bool partial>
+__attribute__((noinline)) bool soften(T* scores, int64_t keys, const uint64_t* words, int at, const T* tops,
+                                      BlockSums<T, W>& block) {
+    using S = Simd<T>;
+    using Vec = typename S::Vec;
+    const Vec hidden = S::all(T(-INFINITY)), one = S::all(T(1));
+    const Vec old_top = S::load(tops + at);
+    Vec top0 = hidden, top1 = hidden, total = S::zero(), total1 = S::zero(), count = S::zero();
+    int64_t j = 0;
+    if (partial) {
+        for (; j < keys; ++j) {
+            const auto sees = S::from_bits(words[j] >> at);
+            const Vec x = S::choose(sees, S::load(scores + j * W), hidden);
+            S::store(scores + j * W, x);
+            top0 = S::max(x, top0);
+            if (statistics) {
+                total = S::add(total, S::keep(sees, x));
+                count = S::add(count, S::keep(sees, one));
+            }
+        }
+    } else {
+        for (; j + 2 <= keys; j += 2) {
+            const Vec x = S::load(scores + j * W), y = S::load(scores + (j + 1) * W);
+            top0 = S::max(x, top0);
+            top1 = S::max(y, top1);
+            if (statistics) {
+                total = S::add(total, x);
+                total1 = S::add(total1, y);
+            }
+        }
+        if (j < keys) {
+            const Vec x = S::load(scores + j * W);
+            top0 = S::max(x, top0);
+            if (statistics) total = S::add(total, x);
+        }
+        count = S::all(T(keys));
+    }
+    const Vec block_top = S::max(top0, top1);
+    const Vec top = S::max(block_top, old_top);
+    // Rows that have seen nothing yet: any finite base gives them weights of exactly 0.
+    const Vec base = S::choose(S::equal(top, hidden), S::zero(), top);
+    const Vec factor = exponential<T>(S::sub(old_top, base));
+    const uint64_t grew = S::bits(S::less(old_top, top));
+    const auto reaches = S::equal(block_top, base);
+    // Deviations are taken from the block's own mean, inexact as it is: from afar their squares would drown.
+    const Vec reference = statistics ? S::div(S::add(total, total1), S::max(count, one)) : S::zero();
+    if (statistics && grew != 0) find_tops<T, W>(scores, keys, grew, base, block.key + at);
+
+    Vec sum0 = S::zero(), sum1 = S::zero(), square_sum = S::zero(), cube_sum = S::zero();
+    Vec moment = S::zero(), deviation = S::zero(), deviation2 = S::zero();
+    auto step = [&](int64_t i, Vec& sum) __attribute__((always_inline)) {
+        const Vec x = S::load(scores + i * W);
+        Vec t = S::sub(x, base);
+        const Vec p = exponential<T>(t);
+        S::store(scores + i * W, p);
+        sum = S::add(sum, p);
+        if (!statistics) return;
+        Vec d = S::sub(x, reference);
+        if (partial) {
+            const auto sees = S::from_bits(words[i] >> at);
+            t = S::keep(sees, t);
+            d = S::keep(sees, d);
+        }
+        const Vec square = S::mul(p, p);
+        moment = S::fnma(p, t, moment);
+        deviation = S::add(deviation, d);
+        deviation2 = S::fma(d, d, deviation2);
+        square_sum = S::add(square_sum, square);
+        cube_sum = S::fma(square, p, cube_sum);
+    };
+    for (j = 0; j + 2 <= keys; j += 2) {
+        step(j, sum0);
+        step(j + 1, sum1);
+    }
+    if (j < keys) step(j, sum0);
+    const Vec sum = S::add(sum0, sum1);
+    S::store(block.factor + at, factor);
+    S::store(block.top + at, top);
+    S::store(block.sum + at, sum);
+    if (statistics) {
+        const Vec ones = S::keep(reaches, one), tail = S::sub(sum, ones);
+        S::store(block.old_top + at, old_top);
+        S::store(block.tail + at, tail);
+        S::store(block.tail2 + at, S::sub(square_sum, ones));
+        S::store(block.tail3 + at, S::sub(cube_sum, ones));
+        S::store(block.ones + at, ones);
+        S::store(block.moment + at, moment);
+        S::store(block.count + at, count);
+        S::store(block.reference + at, reference);
+        S::store(block.deviation + at, deviation);
+        S::store(block.deviation2 + at, deviation2);
+        if (S::bits(S::less(tail, S::all(T(0.5)))) != 0) sum_sharp_tails<T, W>(scores, keys, at, block);
+    }
+    return grew != 0;
+}
+
+// Scores before soft cap and additive mask: their own maximum and moments, only where the logits differ from them.
+template <class T, int W>
+void describe_scores(const T* scores, int64_t keys, const uint64_t* words, int at, RowState<T, W>& state) {
+    for (int i = at; i < at + Simd<T>::lanes; ++i) {
+        double total = 0, count = 0, top = -INFINITY;
+        for (int64_t j = 0; j < keys; ++j) {
+            if (words != nullptr && !(words[j] >> i & 1)) continue;
+            const double x = scores[j * W + i - at];
+            total += x;
+            count += 1;
+            top = x > top ? x : top;
+        }
+        if (count == 0) continue;
+        const double reference = total / count;
+        double deviation = 0, deviation2 = 0;
+        for (int64_t j = 0; j < keys; ++j) {
+            if (words != nullptr && !(words[j] >> i & 1)) continue;
+            const double d = scores[j * W + i - at] - reference;
+            deviation += d;
+            deviation2 += d * d;
+        }
+        state.scores.add(i, count, reference, deviation, deviation2);
+        state.score_top[i] = top > state.score_top[i] ? top : state.score_top[i];
+    }
+}
+
+// What one worker needs, allocated once a call.
+template <class T>
+struct Scratch {
+    T* queries;  // [D][W]
+    T* scores;   // [key_block][W]
+    T* output;   // [V][W]
+    T* keys;     // [key_block][D], only for copies
+    T* values;   // [key_block][V], only for copies
+};
+
+template <class T, class In, bool statistics>
+struct Tile {
+    using S = Simd<T>;
+    static constexpr int W = tile_rows<T>;
+
+    RowState<T, W> state;
+    BlockSums<T, W> block;
+    Visibility<T, W> sight;
+
+    // Rows [first_row, first_row + rows) of (n, g), counted r * L + l. Returns the rows that did not end finite.
+    uint64_t run(const Forward& call, const Scratch<T>& scratch, int64_t n, int64_t g, int64_t first_row, int rows,
+                 bool careful) {
+        const uint64_t odd = load_queries(call, scratch.queries, n, g, first_row, rows);
+        place(call, n, g, first_row, rows);
+        state.clear();
+        for (int64_t i = 0; i < call.d_v * W; ++i) scratch.output[i] = 0;
+        uint64_t seen = 0;
+        const int64_t end = sight.end_key();
+        for (int64_t begin = sight.first_key(); begin < end; begin += key_block)
+            seen |= take_block(call, scratch, n, g, begin, smaller(begin + key_block, end), careful);
+        return odd | finish(call, scratch.output, n, g, first_row, rows, seen);
+    }
+
+  private:
+    // Returns the rows whose scale cannot be multiplied in beforehand.
+    uint64_t load_queries(const Forward& call, T* to, int64_t n, int64_t g, int64_t first_row, int rows) {
+        const In* rows_at[W];
+        T scale[W];
+        uint64_t odd = 0;
+        for (int i = 0; i < W; ++i) {
+            const int64_t row = first_row + (i < rows ? i : 0), r = row / call.queries, l = row % call.queries;
+            rows_at[i] = static_cast<const In*>(call.q.data) + n * call.q.n + g * call.q.g + r * call.q.r + l * call.q.l;
+            const Scale& s = call.scale;
+            const double given = s.data[n * s.n + g * s.g + r * s.r + l * s.l];
+            scale[i] = i < rows ? T(given) : T(0);
+            if (i < rows && !can_fold<T>(given)) odd |= 1ull << i;
+        }
+        int64_t d = 0;
+        for (; d + S::lanes <= call.d_k; d += S::lanes)
+            for (int c = 0; c < panel; ++c) {
+                typename S::Vec square[S::lanes];
+                for (int i = 0; i < S::lanes; ++i) {
+                    const int lane = c * S::lanes + i;
+                    const In* p = rows_at[lane] + d * call.q.d;
+                    // A row that is not there has scale 0; times a NaN of row 0 it must still be 0.
+                    square[i] = lane < rows ? S::mul(load_row(p, call.q.d), S::all(scale[lane])) : S::zero();
+                }
+                S::transpose(square);
+                for (int t = 0; t < S::lanes; ++t) S::store(to + (d + t) * W + c * S::lanes, square[t]);
+            }
+        for (; d < call.d_k; ++d)
+            for (int i = 0; i < W; ++i) to[d * W + i] = i < rows ? T(widen(rows_at[i][d * call.q.d])) * scale[i] : T(0);
+        return odd;
+    }
+
+    static typename S::Vec load_row(const T* p, int64_t step, T*) {
+        if (step == 1) return S::load(p);
+        T copy[S::lanes];
+        for (int i = 0; i < S::lanes; ++i) copy[i] = p[i * step];
+        return S::load(copy);
+    }
+    template <class Other>
+    static typename S::Vec load_row(const Other* p, int64_t step, T*) {
+        T copy[S::lanes];
+        for (int i = 0; i < S::lanes; ++i) copy[i] = widen(p[i * step]);
+        return S::load(copy);
+    }
+    static typename S::Vec load_row(const In* p, int64_t step) { return load_row(p, step, static_cast<T*>(nullptr)); }
+
+    // Where each row stands: its range of keys and its row of the mask. Rows that are not there repeat the last one.
+    void place(const Forward& call, int64_t n, int64_t g, int64_t first_row, int rows) {
+        const Mask& mask = call.mask;
+        sight.rows = rows;
+        sight.one_mask = true;
+        for (int i = 0; i < W; ++i) {
+            const int64_t row = first_row + (i < rows ? i : rows - 1), r = row / call.queries, l = row % call.queries;
+            key_range(l, call.first, call.last, call.keys, &sight.lo[i], &sight.hi[i]);
+            sight.mask_row[i] = n * mask.n + g * mask.g + r * mask.r + l * mask.l;
+            sight.one_mask = sight.one_mask && sight.mask_row[i] == sight.mask_row[0];
+        }
+    }
+
+    // The part of a block that each vector of rows can see by its ranges, to multiples of four keys.
+    struct Span {
+        int64_t from[panel], to[panel];
+    };
+    Span spans(int64_t begin, int64_t count) const {
+        Span span;
+        bool rising = true;
+        for (int c = 0; c < panel; ++c) {
+            int64_t lo = INT64_MAX, hi = -1;
+            for (int i = c * S::lanes; i < (c + 1) * S::lanes; ++i) {
+                if (sight.lo[i] > sight.hi[i]) continue;
+                lo = smaller(lo, sight.lo[i]);
+                hi = larger(hi, sight.hi[i]);
+            }
+            const int64_t from = lo == INT64_MAX ? 0 : smaller(larger(lo - begin, 0), count);
+            const int64_t to = lo == INT64_MAX ? 0 : smaller(larger(hi - begin + 1, 0), count);
+            span.from[c] = from & ~int64_t(3);
+            span.to[c] = smaller((to + 3) & ~int64_t(3), count);
+            if (from >= to) span.to[c] = span.from[c];
+            if (c > 0) rising = rising && span.from[c] >= span.from[c - 1] && span.to[c] >= span.to[c - 1];
+        }
+        if (rising) return span;
+        // Rows of several heads in one tile: no order to use, every vector takes the whole block.
+        for (int c = 0; c < panel; ++c) {
+            span.from[c] = 0;
+            span.to[c] = count;
+        }
+        return span;
+    }
+
+    // Calls body(first key, keys, first vector, vectors) for runs of keys that the same vectors see.
+    template <class Body>
+    static void each_run(const Span& span, int64_t count, Body body) {
+        for (int64_t j = 0; j < count;) {
+            int64_t next = count;
+            int first = panel, last = -1;
+            for (int c = 0; c < panel; ++c) {
+                if (span.from[c] <= j && j < span.to[c]) {
+                    first = c < first ? c : first;
+                    last = c;
+                    next = smaller(next, span.to[c]);
+                } else if (span.from[c] > j && span.from[c] < span.to[c]) {
+                    next = smaller(next, span.from[c]);
+                }
+            }
+            if (last >= 0) body(j, next - j, first, last - first + 1);
+            j = next;
+        }
+    }
+
+    uint64_t take_block(const Forward& call, const Scratch<T>& scratch, int64_t n, int64_t g, int64_t begin, int64_t end,
+                        bool careful) {
+        const Sight what = sight.look(call.mask, begin, end);
+        if (what == Sight::nothing) return 0;
+        const int64_t count = end - begin;
+        const KeyValue &k = call.k, &v = call.v;
+        const In* k_at = static_cast<const In*>(k.data) + n * k.n + g * k.g + begin * k.s;
+        const In* v_at = static_cast<const In*>(v.data) + n * v.n + g * v.g + begin * v.s;
+        const BlockView<T> keys = View<T, In>::of(k_at, k.s, k.d, count, call.d_k, scratch.keys);
+        const Span span = spans(begin, count);
+        T* scores = scratch.scores;
+        each_run(span, count, [&](int64_t j, int64_t run, int first, int vectors) {
+            multiply<T, false>(scores + j * W + first * S::lanes, run, keys.data + j * keys.row, keys.row, keys.step,
+                               scratch.queries + first * S::lanes, call.d_k, vectors);
+        });
+        const bool partial = what == Sight::something;
+        if (call.softcap > 0 || call.mask.kind > MaskKind::boolean) adjust(call, scores, span, partial);
+        soften_block(scores, span, partial, scratch.output, call.d_v, begin);
+        const BlockView<T> values = careful ? copy_finite(v_at, v, count, call.d_v, scratch.values)
+                                            : View<T, In>::of(v_at, v.s, v.d, count, call.d_v, scratch.values);
+        each_run(span, count, [&](int64_t j, int64_t run, int first, int vectors) {
+            multiply<T, true>(scratch.output + first * S::lanes, call.d_v, values.data + j * values.row, values.step,
+                              values.row, scores + j * W + first * S::lanes, run, vectors);
+        });
+        if (careful) add_infinite(call, v_at, scores, span, partial, scratch.output, count);
+        if (!partial) return Visibility<T, W>::every_row;
+        uint64_t seen = 0;
+        for (int64_t j = 0; j < count; ++j) seen |= sight.words[j];
+        return seen;
+    }
+
+    // Soft cap, then the additive mask; what the scores were before is described first.
+    void adjust(const Forward& call, T* scores, const Span& span, bool partial) {
+        const bool cap = call.softcap > 0, bias = call.mask.kind > MaskKind::boolean;
+        const auto size = S::all(T(call.softcap)), inverse = S::all(cap ? T(1.0 / call.softcap) : T(0));
+        for (int c = 0; c < panel; ++c) {
+            const int at = c * S::lanes;
+            if (statistics)
+                describe_scores<T, W>(scores + span.from[c] * W + at, span.to[c] - span.from[c],
+                                      partial ? sight.words + span.from[c] : nullptr, at, state);
+            for (int64_t j = span.from[c]; j < span.to[c]; ++j) {
+                auto x = S::load(scores + j * W + at);
+                if (cap) x = S::mul(size, hyperbolic_tangent<T>(S::mul(x, inverse)));
+                if (bias) x = S::add(x, S::load(sight.bias + j * W + at));
+                S::store(scores + j * W + at, x);
+            }
+        }
+    }
+
+    void soften_block(T* scores, const Span& span, bool partial, T* output, int64_t d_v, int64_t begin) {
+        block.has_tiny = false;
+        if (statistics)
+            for (int i = 0; i < W; ++i) block.tiny2[i] = block.tiny3[i] = 0;
+        for (int c = 0; c < panel; ++c) {
+            const int at = c * S::lanes;
+            const int64_t from = span.from[c], keys = span.to[c] - from;
+            T* column = scores + from * W + at;
+            const bool grew = partial ? soften<T, W, statistics, true>(column, keys, sight.words + from, at, state.top, block)
+                                      : soften<T, W, statistics, false>(column, keys, nullptr, at, state.top, block);
+            if (statistics && from > 0)
+                for (int i = at; i < at + S::lanes; ++i) block.key[i] += T(from);
+            if (!grew) continue;
+            const auto factor = S::load(block.factor + at);
+            for (int64_t d = 0; d < d_v; ++d)
+                S::store(output + d * W + at, S::mul(S::load(output + d * W + at), factor));
+        }
+        absorb<T, W, statistics>(state, block, begin);
+    }
+
+    // Values in which rows that are not finite are zero: 0 * NaN would poison the rows that do not see them.
+    static BlockView<T> copy_finite(const In* from, const KeyValue& v, int64_t count, int64_t d_v, T* to) {
+        copy_block<T, In>(from, v.s, v.d, count, d_v, to);
+        for (int64_t j = 0; j < count; ++j) {
+            T check = 0;
+            for (int64_t d = 0; d < d_v; ++d) check += to[j * d_v + d] * T(0);
+            if (check != 0)
+                for (int64_t d = 0; d < d_v; ++d) to[j * d_v + d] = 0;
+        }
+        return {to, ptrdiff_t(d_v), 1};
+    }
+
+    void add_infinite(const Forward& call, const In* v_at, const T* scores, const Span& span, bool partial, T* output,
+                      int64_t count) {
+        for (int64_t j = 0; j < count; ++j) {
+            T check = 0;
+            for (int64_t d = 0; d < call.d_v; ++d) check += T(widen(v_at[j * call.v.s + d * call.v.d])) * T(0);
+            if (check == 0) continue;
+            for (int i = 0; i < W; ++i) {
+                const int c = i / S::lanes;
+                if (j < span.from[c] || j >= span.to[c] || (partial && !(sight.words[j] >> i & 1))) continue;
+                for (int64_t d = 0; d < call.d_v; ++d)
+                    output[d * W + i] += scores[j * W + i] * T(widen(v_at[j * call.v.s + d * call.v.d]));
+            }
+        }
+    }
+
+    uint64_t finish(const Forward& call, const T* output, int64_t n, int64_t g, int64_t first_row, int rows, uint64_t seen) {
+        alignas(64) T inverse[W];
+        uint64_t bad = 0;
+        const bool scores = call.softcap > 0 || call.mask.kind > MaskKind::boolean;
+        const int64_t out_row = ((n * call.groups + g) * call.shared) * call.queries + first_row;
+        for (int i = 0; i < W; ++i) {
+            const double* sink = nullptr;
+            if (call.sinks != nullptr && i < rows) sink = call.sinks + g * call.shared + (first_row + i) / call.queries;
+            const bool sees = seen >> i & 1;
+            const double total = state.sum[i] + (sink != nullptr && sees ? std::exp(*sink - double(state.top[i])) : 0.0);
+            inverse[i] = sees ? T(1.0 / total) : T(0);
+            const bool finite = std::isfinite(state.sum[i]) && std::isfinite(double(state.top[i])) && state.sum[i] > 0;
+            const bool described = !statistics || is_described(state, i);
+            if (i < rows && sees && !(finite && described)) bad |= 1ull << i;
+            if (statistics && i < rows) write_statistics<T, W>(call.statistics, out_row + i, state, i, scores, sink);
+        }
+        In* to = static_cast<In*>(call.output) + out_row * call.d_v;
+        for (int c = 0; c < panel; ++c) {
+            const auto factor = S::load(inverse + c * S::lanes);
+            auto check = S::zero();
+            int64_t d = 0;
+            for (; d + S::lanes <= call.d_v; d += S::lanes) {
+                typename S::Vec square[S::lanes];
+                for (int t = 0; t < S::lanes; ++t) {
+                    const auto x = S::load(output + (d + t) * W + c * S::lanes);
+                    check = S::fma(x, S::zero(), check);
+                    square[t] = S::mul(x, factor);
+                }
+                S::transpose(square);
+                for (int i = 0; i < S::lanes && c * S::lanes + i < rows; ++i)
+                    store_row(to + (c * S::lanes + i) * call.d_v + d, square[i]);
+            }
+            for (; d < call.d_v; ++d) {
+                alignas(64) T row[S::lanes];
+                const auto x = S::load(output + d * W + c * S::lanes);
+                check = S::fma(x, S::zero(), check);
+                S::store(row, S::mul(x, factor));
+                for (int i = 0; i < S::lanes && c * S::lanes + i < rows; ++i)
+                    to[(c * S::lanes + i) * call.d_v + d] = narrow(row[i], In());
+            }
+            const uint64_t sound = S::bits(S::equal(check, S::zero()));
+            for (int i = 0; i < S::lanes && c * S::lanes + i < rows; ++i)
+                if (!(sound >> i & 1)) bad |= 1ull << (c * S::lanes + i);
+        }
+        return bad;
+    }
+
+    static void store_row(T* p, typename S::Vec x) { S::store(p, x); }
+    template <class Other>
+    static void store_row(Other* p, typename S::Vec x) {
+        alignas(64) T row[S::lanes];
+        S::store(row, x);
+        for (int i = 0; i < S::lanes; ++i) p[i] = narrow(row[i], Other());
+    }
+};
+
+}  // namespace
+}  // namespace SQRTDK_LEVEL
+}  // namespace sqrtdk

@@ -1,0 +1,158 @@
+// Who sees whom: causal, window, mask and tails all end in one word of bits per key, one bit per row of the tile.
+#pragma once
+
+#include <cstdint>
+
+#include "block_view.h"
+#include "kernel.h"
+#include "level.h"
+
+namespace sqrtdk {
+namespace SQRTDK_LEVEL {
+namespace {
+
+constexpr int key_block = 128;
+
+inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// The keys from + first .. from + last within [0, keys), as lo <= hi, or lo > hi if there are none. Open sides are int64
+// limits, so the sums must not wrap.
+inline void key_range(int64_t position, int64_t first, int64_t last, int64_t keys, int64_t* lo, int64_t* hi) {
+    int64_t a, b;
+    if (__builtin_add_overflow(position, first, &a)) a = first < 0 ? INT64_MIN : INT64_MAX;
+    if (__builtin_add_overflow(position, last, &b)) b = last < 0 ? INT64_MIN : INT64_MAX;
+    *lo = larger(a, 0);
+    *hi = smaller(b, keys - 1);
+}
+
+enum class Sight { nothing, everything, something };
+
+// 64 x 64 bits: bit j of word i <-> bit i of word j (Warren, Hacker's Delight, 7-3, recursive block swaps).
+inline void transpose_bits(uint64_t (&words)[64]) {
+    uint64_t mask = 0x00000000ffffffffull;
+    for (int width = 32; width != 0; width >>= 1, mask ^= mask << width)
+        for (int i = 0; i < 64; i = ((i | width) + 1) & ~width) {
+            const uint64_t swapped = ((words[i] >> width) ^ words[i | width]) & mask;
+            words[i] ^= swapped << width;
+            words[i | width] ^= swapped;
+        }
+}
+
+// Eight bytes of 0 or 1 as eight bits.
+inline uint64_t gather_bits(const uint8_t* p) {
+    uint64_t bytes;
+    __builtin_memcpy(&bytes, p, 8);
+    return (bytes * 0x0102040810204080ull) >> 56;
+}
+
+template <class T, int W>
+struct Visibility {
+    static constexpr uint64_t every_row = W == 64 ? ~0ull : (1ull << (W % 64)) - 1;
+
+    int rows;                 // rows of the tile that exist
+    int64_t lo[W], hi[W];     // range of visible keys of each row, before the mask
+    int64_t mask_row[W];      // where each row of the mask begins, in elements
+    bool one_mask;            // all rows have the same row of the mask
+    uint64_t words[key_block];
+    T bias[key_block * W];    // additive mask, turned: [key][row]
+
+    int64_t first_key() const {
+        int64_t first = lo[0];
+        for (int i = 1; i < W; ++i) first = smaller(first, lo[i]);
+        return first;
+    }
+    int64_t end_key() const {
+        int64_t last = hi[0];
+        for (int i = 1; i < W; ++i) last = larger(last, hi[i]);
+        return last + 1;
+    }
+
+    // Works out the words of the keys [begin, end), and the bias where the mask is additive.
+    Sight look(const Mask& mask, int64_t begin, int64_t end) {
+        const int64_t count = end - begin;
+        bool all = true, none = true;
+        for (int i = 0; i < W; ++i) {
+            all = all && lo[i] <= begin && hi[i] >= end - 1;
+            none = none && (lo[i] > hi[i] || lo[i] >= end || hi[i] < begin);
+        }
+        if (none) return Sight::nothing;
+        if (all && mask.kind == MaskKind::none) return Sight::everything;
+        if (all) {
+            for (int64_t j = 0; j < count; ++j) words[j] = every_row;
+        } else {
+            toggle_ranges(begin, count);
+        }
+        if (mask.kind == MaskKind::boolean) {
+            intersect_boolean(mask, begin, count);
+        } else if (mask.kind != MaskKind::none) {
+            turn_bias(mask, begin, count);
+        }
+        uint64_t any = 0, every = every_row;
+        for (int64_t j = 0; j < count; ++j) {
+            any |= words[j];
+            every &= words[j];
+        }
+        if (any == 0) return Sight::nothing;
+        return every == every_row ? Sight::everything : Sight::something;
+    }
+
+  private:
+    // Each row switches its bit on at its first key and off after its last; a running XOR gives the words.
+    void toggle_ranges(int64_t begin, int64_t count) {
+        uint64_t toggles[key_block + 1] = {};
+        for (int i = 0; i < W; ++i) {
+            const int64_t on = larger(lo[i] - begin, 0), off = smaller(hi[i] - begin + 1, count);
+            if (on >= off) continue;
+            toggles[on] ^= 1ull << i;
+            toggles[off] ^= 1ull << i;
+        }
+        uint64_t word = 0;
+        for (int64_t j = 0; j < count; ++j) {
+            word ^= toggles[j];
+            words[j] = word;
+        }
+    }
+
+    void intersect_boolean(const Mask& mask, int64_t begin, int64_t count) {
+        const uint8_t* data = static_cast<const uint8_t*>(mask.data);
+        if (one_mask) {
+            const uint8_t* p = data + mask_row[0] + begin * mask.s;
+            for (int64_t j = 0; j < count; ++j) words[j] &= p[j * mask.s] ? ~0ull : 0ull;
+            return;
+        }
+        for (int64_t from = 0; from < count; from += 64) {
+            const int64_t some = smaller(count - from, 64);
+            uint64_t bits[64] = {};
+            for (int i = 0; i < W; ++i) {
+                const uint8_t* p = data + mask_row[i] + (begin + from) * mask.s;
+                int64_t j = 0;
+                if (mask.s == 1)
+                    for (; j + 8 <= some; j += 8) bits[i] |= gather_bits(p + j) << j;
+                for (; j < some; ++j) bits[i] |= uint64_t(p[j * mask.s] != 0) << j;
+            }
+            transpose_bits(bits);
+            for (int64_t j = 0; j < some; ++j) words[from + j] &= bits[j];
+        }
+    }
+
+    void turn_bias(const Mask& mask, int64_t begin, int64_t count) {
+        for (int i = 0; i < W; ++i) {
+            if (one_mask && i > 0) break;
+            for (int64_t j = 0; j < count; ++j) {
+                const double x = read_mask(mask, mask_row[i] + (begin + j) * mask.s);
+                const bool hidden = x == -INFINITY;
+                const uint64_t bit = one_mask ? ~0ull : 1ull << i;
+                if (hidden) words[j] &= ~bit;
+                bias[j * W + i] = hidden ? T(0) : T(x);
+            }
+        }
+        if (one_mask)
+            for (int64_t j = 0; j < count; ++j)
+                for (int i = 1; i < W; ++i) bias[j * W + i] = bias[j * W];
+    }
+};
+
+}  // namespace
+}  // namespace SQRTDK_LEVEL
+}  // namespace sqrtdk

@@ -1,0 +1,33 @@
+// Hands out the pieces of one call to the workers; compiled once, outside the CPU levels.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "kernel.h"
+
+namespace sqrtdk {
+
+class Work {
+  public:
+    Work(const Forward& call, int64_t pieces);
+
+    // The next piece, or -1 when there is none or the call was interrupted. Worker 0, the calling thread, polls.
+    int64_t take(int worker);
+
+    void fail(Status status) { status_.store(int(status)); }
+    Status status() const { return Status(status_.load()); }
+
+  private:
+    bool (*interrupted_)(void*);
+    void* context_;
+    int64_t pieces_;
+    int64_t next_poll_;
+    std::atomic<int64_t> next_{0};
+    std::atomic<int> status_{int(Status::ok)};
+};
+
+// How many workers are worth waking for this many multiply-adds.
+int useful_threads(int threads, int64_t pieces, double multiply_adds);
+
+}  // namespace sqrtdk

@@ -1,0 +1,266 @@
+"""The arguments of attention checked: a wrong one raises and says what was expected, what came and what to do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sqrtdk.call import OPEN_ABOVE, OPEN_BELOW, Call
+from sqrtdk.errors import InvalidTypeError, InvalidValueError
+from sqrtdk.scales import Factor, Policy, ScaleContext, Sqrt, Temperature, resolve
+
+Array = npt.NDArray[Any]
+Window = tuple[int | None, int | None]
+ScaleLike = float | npt.ArrayLike | str | Policy | None
+
+
+def validate(
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    v: npt.ArrayLike,
+    scale: ScaleLike,
+    mask: npt.ArrayLike | None,
+    causal: bool,
+    causal_offset: int | None,
+    window: Window | None,
+    softcap: float | None,
+    sinks: npt.ArrayLike | None,
+) -> Call:
+    """Check every argument of `sqrtdk.attention`; wrong ones raise, none is modified.
+
+    This runs before every call of the kernel: what is usual (arrays, the default scale, no mask) must cost little.
+    """
+    query, key, value = _validate_arrays(q, k, v)
+    shape = query.shape
+    heads, groups = _validate_shapes(shape, key.shape, value.shape)
+    offset, first, last = 0, OPEN_BELOW, OPEN_ABOVE
+    if causal or window is not None or causal_offset is not None:
+        offset, first, last = _validate_range(causal, causal_offset, window, shape[-2], key.shape[-2])
+    call = Call(
+        query,
+        key,
+        value,
+        _CODES[query.dtype],
+        heads,
+        groups,
+        _DEFAULT,
+        _default_factor(Sqrt.factor, shape[-1]),
+        None if mask is None else _validate_mask(mask, (*shape[:-3], heads, shape[-2], key.shape[-2])),
+        offset,
+        first,
+        last,
+        None if softcap is None else _validate_softcap(softcap),
+        None if sinks is None else _validate_sinks(sinks, heads),
+    )
+    if scale is not None:
+        call.policy, call.factor = _validate_scale(scale, call)
+    return call
+
+
+# Beyond any sequence, and three of them still add up within an int64.
+_FAR = 2**61
+
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
+"""The dtypes of arrays, in the order of `Dtype` in kernel.h."""
+
+_DEFAULT = Sqrt()
+
+
+@lru_cache(maxsize=1024)
+def _default_factor(formula: Callable[[Sqrt, ScaleContext], Factor], d_k: int) -> float:
+    """The default policy's factor, remembered per dₖ: a context for every call would be as slow as the other checks."""
+    return float(formula(_DEFAULT, ScaleContext(d_k=d_k)))
+
+
+# Looking a dtype up is forty times quicker than asking for its name. bfloat16, and numbers of the other byte order, are
+# learnt when they come.
+_CODES: dict[np.dtype[Any], int] = {np.dtype(name): _FLOATS.index(name) for name in ("float16", "float32", "float64")}
+
+
+def _as_array(name: str, value: npt.ArrayLike) -> Array:
+    try:
+        return np.asarray(value)
+    except ValueError as error:
+        raise InvalidValueError(
+            f"{name} must be an array or nested lists of one shape, got neither ({error})"
+        ) from None
+
+
+def as_float_array(name: str, value: npt.ArrayLike) -> Array:
+    """The argument as an array of one of the four float dtypes, not copied."""
+    array = _as_array(name, value)
+    if array.dtype not in _CODES and not _learn(array.dtype):
+        raise InvalidTypeError(f"{name} must be a {', '.join(_FLOATS[:-1])} or {_FLOATS[-1]} array, got {array.dtype}")
+    return array
+
+
+def _validate_arrays(q: npt.ArrayLike, k: npt.ArrayLike, v: npt.ArrayLike) -> tuple[Array, Array, Array]:
+    if type(q) is type(k) is type(v) is np.ndarray and q.dtype is k.dtype is v.dtype and q.dtype in _CODES:
+        return q, k, v
+    query, key, value = as_float_array("query", q), as_float_array("key", k), as_float_array("value", v)
+    if not query.dtype == key.dtype == value.dtype:
+        raise InvalidTypeError(
+            "query, key and value must have one dtype, "
+            f"got {query.dtype}, {key.dtype} and {value.dtype}; convert them with .astype"
+        )
+    return query, key, value
+
+
+def _learn(dtype: np.dtype[Any]) -> bool:
+    if dtype.name in _FLOATS:
+        _CODES[dtype] = _FLOATS.index(dtype.name)
+    return dtype in _CODES
+
+
+def float_code(dtype: np.dtype[Any]) -> int:
+    """The number of a float dtype in kernel.h."""
+    return _CODES[dtype]
+
+
+def _validate_shapes(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...]) -> tuple[int, int]:
+    """The numbers of query heads and of key/value heads, if the three shapes fit together."""
+    rank = len(query)
+    alike = key == query == value  # one comparison instead of many, and the usual case
+    if rank >= 2 and query[-1] > 0 and (alike or _fit(query, key, value)):
+        return (1, 1) if rank == 2 else (query[-3], key[-3])
+    raise _explain_shapes(query, key, value)
+
+
+def _fit(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...]) -> bool:
+    if (
+        len(key) == len(value) == len(query)
+        and key[-1] == query[-1]
+        and key[:-1] == value[:-1]
+        and key[:-3] == query[:-3]
+    ):
+        heads, groups = (query[-3], key[-3]) if len(query) > 2 else (1, 1)
+        return heads == groups or (groups > 0 and heads % groups == 0)
+    return False
+
+
+def _explain_shapes(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...]) -> InvalidValueError:
+    """What is wrong with shapes that do not fit, the first thing first."""
+    if len(query) < 2:
+        return InvalidValueError(f"query must have shape [..., H, L, D] or [L, D], got {query}")
+    if query[-1] == 0:
+        return InvalidValueError(f"query must have at least one feature (D ≥ 1), got shape {query}")
+    d_k = query[-1]
+    head = "..., G, " if len(query) > 2 else ""
+    for name, shape in (("key", key), ("value", value)):
+        if len(shape) != len(query):
+            return InvalidValueError(f"{name} must have {len(query)} axes like query, got shape {shape}")
+        if shape[:-3] != query[:-3]:
+            return InvalidValueError(f"{name} must have the leading axes {query[:-3]} of query, got shape {shape}")
+    if key[-1] != d_k:
+        return InvalidValueError(f"key must have shape [{head}S, {d_k}] ({d_k} from query), got {key}")
+    if value[-2] != key[-2]:
+        return InvalidValueError(f"value must have shape [{head}{key[-2]}, V] ({key[-2]} keys from key), got {value}")
+    if value[-3] != key[-3]:
+        return InvalidValueError(f"value must have {key[-3]} heads like key, got shape {value}")
+    return InvalidValueError(
+        f"query must have a multiple of key's {key[-3]} heads, got {query[-3]} heads in shape {query}"
+    )
+
+
+def _validate_range(
+    causal: bool, causal_offset: int | None, window: Window | None, queries: int, keys: int
+) -> tuple[int, int, int]:
+    """The offset, and the least and the largest j − i with which query i sees key j."""
+    offset = _validate_offset(causal, causal_offset, window, queries, keys)
+    left, right = (None, None) if window is None else _validate_window(window)
+    first = OPEN_BELOW if left is None else offset - left
+    last = OPEN_ABOVE if right is None else offset + right
+    return offset, first, min(last, offset) if causal else last
+
+
+def _validate_offset(causal: bool, causal_offset: int | None, window: Window | None, queries: int, keys: int) -> int:
+    if causal_offset is None:
+        if queries != keys and (causal or window is not None):
+            raise InvalidValueError(
+                f"causal_offset must be given with {queries} queries and {keys} keys: "
+                f"{keys - queries} aligns the ends, 0 the starts"
+            )
+        return 0
+    if isinstance(causal_offset, bool) or not isinstance(causal_offset, int | np.integer):
+        raise InvalidTypeError(f"causal_offset must be an integer, got {causal_offset!r}")
+    return max(-_FAR, min(int(causal_offset), _FAR))
+
+
+def _validate_window(window: Window) -> Window:
+    if not isinstance(window, Sequence) or isinstance(window, str) or len(window) != 2:
+        raise InvalidValueError(f"window must be a pair (left, right), got {window!r}")
+    for side in window:
+        if side is not None and (isinstance(side, bool) or not isinstance(side, int | np.integer) or side < 0):
+            raise InvalidValueError(f"window must hold whole numbers ≥ 0 or None, got {window!r}")
+    left, right = (None if side is None else min(int(side), _FAR) for side in window)
+    return (left, right)
+
+
+def _validate_softcap(softcap: float) -> float:
+    if isinstance(softcap, bool) or not isinstance(softcap, int | float | np.number):
+        raise InvalidTypeError(f"softcap must be a number, got {softcap!r}")
+    if not (math.isfinite(softcap) and softcap > 0):
+        raise InvalidValueError(f"softcap must be positive and finite, got {softcap}")
+    return float(softcap)
+
+
+def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    # np.broadcast_to would tell as well, at the price of half a call.
+    return len(shape) <= len(to) and all(
+        own in (1, other) for own, other in zip(reversed(shape), reversed(to), strict=False)
+    )
+
+
+def _validate_mask(mask: npt.ArrayLike, shape: tuple[int, ...]) -> Array:
+    array = _as_array("mask", mask)
+    if array.dtype != np.bool_ and array.dtype not in _CODES and not _learn(array.dtype):
+        raise InvalidTypeError(f"mask must be boolean (True: may attend) or additive float, got {array.dtype}")
+    if not _broadcasts(array.shape, shape):
+        raise InvalidValueError(f"mask must broadcast to [..., H, L, S] = {shape}, got {array.shape}")
+    return array
+
+
+def _validate_sinks(sinks: npt.ArrayLike, heads: int) -> Array:
+    array = _as_array("sinks", sinks)
+    if array.dtype not in _CODES and not _learn(array.dtype):
+        raise InvalidTypeError(f"sinks must be floating, one logit per query head, got {array.dtype}")
+    if array.shape != (heads,):
+        raise InvalidValueError(f"sinks must have shape [H] = ({heads},), got {array.shape}")
+    wide = array.astype(np.float64)
+    if not np.isfinite(wide).all():
+        raise InvalidValueError(f"sinks must be finite, got {sinks!r}")
+    return wide
+
+
+def _validate_scale(scale: ScaleLike, call: Call) -> tuple[Policy, float | Array]:
+    """The policy (its `prepare` matters) and the factor, a number or an array that broadcasts to `[..., H, L]`."""
+    if isinstance(scale, str | Policy):
+        policy = resolve(scale)
+        positions = np.arange(call.queries, dtype=np.int64) + call.offset
+        context = ScaleContext(d_k=call.query.shape[-1], positions=positions, count_visible=call.count_visible)
+        given: Any = policy.factor(context)
+        what = f"the factor of policy {policy}"
+    else:
+        policy, given, what = _DEFAULT, scale, "scale"
+    if type(given) is float and math.isfinite(given):
+        return policy, given
+    array = _as_array(what, given)
+    if array.dtype.name not in _FLOATS and array.dtype.kind not in "iu":
+        raise InvalidTypeError(f"{what} must be a number, an array, a policy or its name, got {given!r}")
+    array = array.astype(np.float64)
+    if not np.isfinite(array).all():
+        raise InvalidValueError(f"{what} must be finite, got {given!r}")
+    rows = call.query.shape[:-1]
+    if array.ndim == 1 and len(rows) > 1 and (what == "scale" or isinstance(policy, Temperature)):
+        raise InvalidValueError(
+            f"{what} must broadcast to [..., H, L] = {rows}; a one-dimensional array {array.shape} would mean rows: "
+            "use scale[:, None] for one number per head, scale[None, :] for one per query"
+        )
+    if not _broadcasts(array.shape, rows):
+        raise InvalidValueError(f"{what} must broadcast to [..., H, L] = {rows}, got {array.shape}")
+    return policy, array if array.ndim else float(array)

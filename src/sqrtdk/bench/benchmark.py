@@ -1,0 +1,210 @@
+"""Runs a benchmark: suites in, one record out, every timing kept in it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sqrtdk import backends
+from sqrtdk.bench import summary
+from sqrtdk.bench.contenders import Contender, find_contender, peer_versions
+from sqrtdk.bench.memory import Peak, measure_peak
+from sqrtdk.bench.probes import Probe, Prober, best_of
+from sqrtdk.bench.suites import Suite, choose_suites, memory_lengths
+from sqrtdk.bench.timing import FEWEST_ROUNDS, Measurement, measure
+from sqrtdk.errors import InvalidValueError
+from sqrtdk.records import Record, cpu_name
+from sqrtdk.report.files import write_whole
+
+DEFAULT_ROUNDS, QUICK_ROUNDS = 15, 7
+_FIRST_PROBES = 5
+
+Tell = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """What holds for the whole run."""
+
+    rounds: int
+    threads: int
+    level: str
+    quick: bool
+    rng: np.random.Generator
+
+
+def run_benchmark(
+    suites: Sequence[str] | None = None,
+    *,
+    rounds: int | None = None,
+    threads: int | None = None,
+    backend: str | None = None,
+    quick: bool = False,
+    seed: int = 0,
+    on_step: Tell | None = None,
+) -> Record:
+    """Time `sqrtdk.attention` on float32 arrays beside its peers, in one process, interleaved.
+
+    Args:
+        suites: names from `suites.SUITES`; None is all of them.
+        rounds: rounds per case that should count; None is 15, or 7 if quick.
+        threads: threads of everyone; None is what `sqrtdk.backends.threads()` gives.
+        backend: the backend of sqrtdk; None is the one it would use.
+        quick: leave out sequences beyond 2048.
+        seed: of inputs, orders and resampling.
+        on_step: called with a description and the share that is done.
+
+    Returns:
+        A record of kind ``"bench"`` with the tables ratios, timings, costs, growth, memory and left_out; its curves
+        hold every timing and every probe.
+
+    Raises:
+        InvalidValueError: an unknown suite or backend, too few rounds, a number of threads that cannot be.
+    """
+    chosen = choose_suites(suites, quick=quick)
+    rounds = (QUICK_ROUNDS if quick else DEFAULT_ROUNDS) if rounds is None else rounds
+    if rounds < FEWEST_ROUNDS:
+        raise InvalidValueError(f"rounds must be at least {FEWEST_ROUNDS} for an interval, got {rounds}")
+    default_threads = backends.threads()
+    with backends.use(backends.current() if backend is None else backend), _threads(threads) as used:
+        setting = _Setting(rounds, used, backends.current(), quick, np.random.default_rng(seed))
+        present, missing = _find_present(chosen, used, default_threads)
+        found, probes, peaks = _run_suites(chosen, present, setting, on_step or (lambda *_: None))
+    spec = {
+        "suites": [suite.name for suite in chosen],
+        "rounds": rounds,
+        "threads": used,
+        "backend": setting.level,
+        "quick": quick,
+        "seed": seed,
+        "dtype": "float32",
+        "cpu": cpu_name(),
+        "peers": peer_versions(),
+        "command": _name_command([suite.name for suite in chosen], setting, seed),
+    }
+    return _make_record(spec, found, probes, peaks, missing)
+
+
+def write_raw(record: Record, path: str | Path) -> Path:
+    """Write a record as JSON, every timing included; an existing file is replaced once the new one is complete."""
+    return write_whole(path, (json.dumps(record.as_json(), indent=1, ensure_ascii=False) + "\n").encode())
+
+
+def _name_command(suites: Sequence[str], setting: _Setting, seed: int) -> str:
+    """The command that does the same again, defaults spelled out."""
+    quick = " --quick" if setting.quick else ""
+    return (
+        f"sqrtdk bench --suite {','.join(suites)} --rounds {setting.rounds} --threads {setting.threads} "
+        f"--backend {setting.level} --seed {seed}{quick}"
+    )
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[int]:
+    """The same number of threads for sqrtdk and torch."""
+    with backends.use_threads(backends.threads() if count is None else count):
+        used = backends.threads()
+        if importlib.util.find_spec("torch") is None:
+            yield used
+            return
+        import torch
+
+        before = torch.get_num_threads()
+        torch.set_num_threads(used)
+        try:
+            yield used
+        finally:
+            torch.set_num_threads(before)
+
+
+def _find_present(
+    suites: Sequence[Suite], threads: int, default_threads: int
+) -> tuple[dict[str, Contender], dict[str, str]]:
+    present, missing = {}, {}
+    for name in dict.fromkeys(name for suite in suites for name in suite.contenders):
+        contender = find_contender(name)
+        why = contender.why_missing(threads, default_threads)
+        if why is None:
+            present[name] = contender
+        else:
+            missing[name] = why
+    return present, missing
+
+
+def _run_suites(
+    suites: Sequence[Suite], present: dict[str, Contender], setting: _Setting, tell: Tell
+) -> tuple[list[Measurement], list[Probe], list[Peak]]:
+    cases = [(suite, case) for suite in suites for case in suite.cases]
+    remembering = [suite for suite in suites if suite.name == "memory"]
+    tasks = [
+        (present[name], n)
+        for suite in remembering
+        for n in memory_lengths(quick=setting.quick)
+        for name in suite.contenders
+        if name in present
+    ]
+    steps = len(cases) + len(tasks)
+    prober = Prober(setting.level, setting.threads)
+    for _ in range(_FIRST_PROBES):
+        prober.probe()
+    found = []
+    for index, (suite, case) in enumerate(cases):
+        contenders = [present[name] for name in suite.contenders_for(case) if name in present]
+        label = f"{suite.name}: {case.name}"
+
+        def follow(done: int, label: str = label, index: int = index) -> None:
+            tell(label, (index + min(done / setting.rounds, 1.0)) / steps)
+
+        tell(label, index / steps)
+        common: dict[str, Any] = {"rounds": setting.rounds, "threads": setting.threads, "rng": setting.rng}
+        found.append(measure(case, contenders, prober, on_round=follow, **common))
+    peaks = []
+    for index, (contender, n) in enumerate(tasks):
+        tell(f"memory: {contender.name}, N {n}", (len(cases) + index) / steps)
+        peaks.append(measure_peak(contender, n, setting.threads))
+    return found, prober.results, peaks
+
+
+def _make_record(
+    spec: dict[str, Any],
+    found: Sequence[Measurement],
+    probes: Sequence[Probe],
+    peaks: Sequence[Peak],
+    missing: dict[str, str],
+) -> Record:
+    best = best_of(probes)
+    rng = np.random.default_rng(spec["seed"])
+    tables = {
+        "ratios": summary.tabulate_ratios(found, best, rng),
+        "timings": summary.tabulate_timings(found, best),
+        "costs": summary.tabulate_costs(found, best, rng),
+        "growth": summary.tabulate_growth(found, peaks, best, rng),
+        "memory": summary.tabulate_memory(peaks),
+        "left_out": summary.tabulate_left_out(missing, found),
+    }
+    curves = {
+        "cases": [
+            {
+                "suite": one.case.suite,
+                "case": one.case.name,
+                "shape": one.case.shape,
+                "repeats": one.repeats,
+                "seconds": one.seconds,
+                "probes": [probe._asdict() for probe in one.probes],
+                "counted": one.good_rounds(best).tolist(),
+            }
+            for one in found
+        ],
+        "growth": summary.trace_growth(found, best),
+        "probes": [probe._asdict() for probe in probes],
+        "best_probe": best._asdict(),
+    }
+    about = f"{spec['cpu']}, {spec['backend']}, {spec['threads']} threads, float32"
+    return Record("bench", spec, tables, curves, summary.read_tables(tables, about))

@@ -1,0 +1,99 @@
+"""How fast the machine is at this moment: multiply-adds and reading by the kernel's own probes, and a matrix product.
+
+A shared or throttled machine changes its speed while a benchmark runs. Probes stand before and after every round, and a
+round beside a slow one is not counted.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sqrtdk import backends
+
+# A round counts if the probes beside it reach these shares of the best of the run. The product of matrices depends on
+# what lies in the caches as well, so more is allowed.
+LEAST_SHARES = {"multiply_adds": 0.9, "gemm": 0.8}
+_GEMM_SIZE = 768
+# Threads of the last contender may still spin; after this long they sleep.
+_SETTLING_SECONDS = 0.004
+
+
+class Probe(NamedTuple):
+    """What the machine did per second: float32 multiply-adds, the same within a matrix product, bytes read.
+
+    None where it was not or cannot be probed: without the kernel only the matrix product is.
+    """
+
+    multiply_adds: float | None
+    gemm: float
+    bytes_read: float | None
+
+
+class Prober:
+    """Probes the machine with the threads and the CPU level of the benchmark, and keeps every result."""
+
+    def __init__(self, level: str, threads: int) -> None:
+        self._level = level
+        self._threads = threads
+        self._kernel = None if level == backends.REFERENCE else import_module("sqrtdk._kernel")
+        self._multiply_matrices = _make_product()
+        self.results: list[Probe] = []
+
+    def probe(self, *, reading: bool = False) -> Probe:
+        """Probe now; reading takes longer and is done where asked."""
+        time.sleep(_SETTLING_SECONDS)
+        rate, read = None, None
+        if self._kernel is not None:
+            rate = float(self._kernel.probe_fma(self._level, self._threads))
+            read = float(self._kernel.probe_read(self._level, self._threads)) if reading else None
+        found = Probe(rate, self._probe_gemm(), read)
+        self.results.append(found)
+        return found
+
+    def _probe_gemm(self) -> float:
+        self._multiply_matrices()
+        began = time.perf_counter()
+        self._multiply_matrices()
+        return _GEMM_SIZE**3 / (time.perf_counter() - began)
+
+
+def best_of(probes: Sequence[Probe]) -> Probe:
+    """The best of each quantity.
+
+    >>> best_of([Probe(None, 1.0, None), Probe(None, 3.0, 2.0)])
+    Probe(multiply_adds=None, gemm=3.0, bytes_read=2.0)
+    """
+    columns = [[value for value in column if value is not None] for column in zip(*probes, strict=True)]
+    multiply_adds, gemm, bytes_read = (max(column, default=None) for column in columns)
+    return Probe(multiply_adds, gemm or 0.0, bytes_read)
+
+
+def is_good(probe: Probe, best: Probe) -> bool:
+    """Whether the machine was as fast as it can be.
+
+    >>> is_good(Probe(89.0, 100.0, None), Probe(100.0, 100.0, None))
+    False
+    """
+    for name, share in LEAST_SHARES.items():
+        found, most = getattr(probe, name), getattr(best, name)
+        if found is not None and most is not None and found < share * most:
+            return False
+    return True
+
+
+def _make_product() -> Callable[[], Any]:
+    """A float32 product by torch, which keeps to the number of threads; by NumPy where torch is not installed."""
+    shape = (2, _GEMM_SIZE, _GEMM_SIZE)
+    a, b = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
+    if importlib.util.find_spec("torch") is None:
+        return lambda: a @ b
+    import torch
+
+    left, right = torch.from_numpy(a), torch.from_numpy(b)
+    return lambda: left @ right

@@ -1,0 +1,123 @@
+"""The suites: which cases they hold, and who is timed on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqrtdk.bench.cases import Case
+from sqrtdk.bench.contenders import BY_HAND, FUSED, MATRICES, PLAIN, TORCH, WITH_STATISTICS, WITHOUT_MASK
+from sqrtdk.errors import unknown_name
+
+_SQUARES = ((8, 8, 128, 64), (1, 8, 512, 64), (1, 8, 2048, 64), (1, 4, 4096, 128))
+_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+_WINDOW = 256
+# Longer ones are left out of a quick run.
+_QUICK_LENGTH = 2048
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Cases with those who are timed on them, by name; `about` is one line for the reader."""
+
+    name: str
+    about: str
+    cases: Sequence[Case] = ()
+    contenders: Sequence[str] = ()
+
+    def contenders_for(self, case: Case) -> list[str]:
+        """Who is timed on one of the cases."""
+        # A mask that hides something changes the answer, so only one that hides nothing can be left away.
+        left_away = {WITHOUT_MASK} if case.padding != 0.0 else set()
+        if case.suite == "growth" and case.window is not None:
+            left_away |= {WITH_STATISTICS, TORCH}  # torch would need the n×n mask
+        return [name for name in self.contenders if name not in left_away]
+
+
+def choose_suites(names: Sequence[str] | None, *, quick: bool = False) -> list[Suite]:
+    """The named suites (None: all), with long sequences left out if it has to be quick.
+
+    >>> [suite.name for suite in choose_suites(["overhead", "square"])]
+    ['square', 'overhead']
+    """
+    known = [suite.name for suite in SUITES]
+    for name in names or ():
+        if name not in known:
+            raise unknown_name("suite", name, known)
+    chosen = [suite for suite in SUITES if names is None or suite.name in names]
+    return [_shorten(suite) for suite in chosen] if quick else chosen
+
+
+def memory_lengths(*, quick: bool = False) -> list[int]:
+    """The numbers of queries and keys that memory is measured at; the last is the headline's."""
+    return [1024, _QUICK_LENGTH] if quick else [2048, 8192, 16384]
+
+
+def _shorten(suite: Suite) -> Suite:
+    kept = [case for case in suite.cases if case.queries <= _QUICK_LENGTH]
+    return Suite(suite.name, suite.about, kept, suite.contenders)
+
+
+def _squares() -> list[Case]:
+    return [
+        Case("square", f"{b}×{h}×{n}×{d} {'causal' if causal else 'full'}", b, h, n, d, causal=causal)
+        for b, h, n, d in _SQUARES
+        for causal in (False, True)
+    ]
+
+
+def _by_hand() -> list[Case]:
+    return [
+        Case("statistics", f"{b}×{h}×{n}×{d} {'causal' if causal else 'full'}", b, h, n, d, causal=causal)
+        for b, h, n, d in _SQUARES[:3]
+        for causal in (False, True)
+    ]
+
+
+def _real() -> list[Case]:
+    token: dict[str, Any] = {"by_token": True}
+    decode: dict[str, Any] = {"queries": 1, "keys": 8192, "bound_by_reading": True}
+    return [
+        Case("real", "text encoder, L 77, D 64, causal", 8, 8, 77, 64, causal=True, **token),
+        Case("real", "vision, L 197, D 64", 8, 12, 197, 64, **token),
+        Case("real", "vision, L 257, D 80", 4, 16, 257, 80, **token),
+        Case("real", "image to text, L 4096, S 77, D 40", 2, 8, 4096, 40, keys=77, **token),
+        Case("real", "image, L 1024, D 80", 2, 8, 1024, 80, **token),
+        Case("real", "language, L 512, D 96, causal", 1, 32, 512, 96, causal=True, **token),
+        Case("real", "GQA 32/8, L 512, D 128, causal", 1, 32, 512, 128, groups=8, causal=True, **token),
+        Case("real", "padded by up to half, L 512, D 64", 8, 12, 512, 64, padding=0.5, **token),
+        Case("real", "mask that hides nothing, L 2048, D 64", 1, 8, 2048, 64, padding=0.0),
+        Case("real", f"window {_WINDOW}, L 2048, D 64", 1, 8, 2048, 64, causal=True, window=_WINDOW),
+        Case("real", "decode, 8 heads, S 8192, D 64, cache reused", 1, 8, d_k=64, **decode),
+        Case("real", "decode, 8 heads, S 8192, D 64, from memory", 1, 8, d_k=64, sets=8, **decode),
+        Case("real", "decode, GQA 32/8, S 8192, D 128, from memory", 1, 32, d_k=128, groups=8, sets=4, **decode),
+    ]
+
+
+def _growing() -> list[Case]:
+    plain = [Case("growth", f"full, N {n}", 1, 1, n, 64) for n in _LENGTHS]
+    return plain + [
+        Case("growth", f"window {_WINDOW}, N {n}", 1, 1, n, 64, causal=True, window=_WINDOW) for n in _LENGTHS
+    ] + [
+        Case("growth", f"window {window}, N 16384", 1, 1, 16384, 64, causal=True, window=window)
+        for window in (64, 1024, 4096)
+    ]  # fmt: skip
+
+
+def _tiny() -> list[Case]:
+    return [
+        Case("overhead", "1×1×1×16", 1, 1, 1, 16),
+        Case("overhead", "1×1×8×16", 1, 1, 8, 16),
+        Case("overhead", "1×4×16×64", 1, 4, 16, 64),
+    ]
+
+
+SUITES = (
+    Suite("square", "B×H×N×D, full and causal", _squares(), (PLAIN, WITH_STATISTICS, *FUSED)),
+    Suite("statistics", "all statistics, against computing them by hand", _by_hand(), (WITH_STATISTICS, *BY_HAND)),
+    Suite("real", "shapes, layouts and masks of models", _real(), (PLAIN, WITH_STATISTICS, WITHOUT_MASK, *FUSED)),
+    Suite("overhead", "a call on next to nothing", _tiny(), (PLAIN, WITH_STATISTICS, TORCH)),
+    Suite("growth", "time over N as a power", _growing(), (PLAIN, WITH_STATISTICS, TORCH)),
+    Suite("memory", "peak memory beyond inputs and results", (), (PLAIN, WITH_STATISTICS, TORCH, *MATRICES)),
+)

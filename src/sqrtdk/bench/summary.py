@@ -1,0 +1,252 @@
+"""Tables from timings: ratios with their errors, costs, shares of what the machine can do, growth."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from sqrtdk.bench.cases import Array
+from sqrtdk.bench.contenders import PLAIN, SUBJECTS, WITH_STATISTICS, WITHOUT_MASK
+from sqrtdk.bench.memory import Peak
+from sqrtdk.bench.probes import Probe
+from sqrtdk.bench.timing import Measurement, Ratio, is_enough
+
+Rows = list[dict[str, Any]]
+_RESAMPLES = 1000
+
+
+def tabulate_ratios(found: Sequence[Measurement], best: Probe, rng: np.random.Generator) -> Rows:
+    """Time of every peer over time of sqrtdk, with both errors against float64 beside it; losses as they are."""
+    rows = []
+    for one in found:
+        good = one.good_rounds(best)
+        for subject in (name for name in SUBJECTS if name in one.seconds):
+            for peer in (name for name in one.seconds if name not in (*SUBJECTS, WITHOUT_MASK)):
+                ratio = one.ratio(subject, peer, best, rng)
+                rows.append(
+                    {
+                        "suite": one.case.suite,
+                        "case": one.case.name,
+                        "subject": subject,
+                        "peer": peer,
+                        "ratio": ratio.median,
+                        "low": ratio.low,
+                        "high": ratio.high,
+                        "outcome": judge(ratio),
+                        "error": one.error[subject],
+                        "peer_error": one.error[peer],
+                        "rounds": int(good.sum()),
+                        "rejected": int((~good).sum()),
+                    }
+                )
+    return rows
+
+
+def judge(ratio: Ratio) -> str:
+    """What an interval of ratios says about sqrtdk.
+
+    >>> judge(Ratio(1.3, 1.2, 1.4)), judge(Ratio(0.9, 0.8, 0.95)), judge(Ratio(1.0, 0.9, 1.1))
+    ('faster', 'slower', 'undecided')
+    """
+    if ratio.low is None or ratio.high is None:
+        return "too few good rounds"
+    return "faster" if ratio.low > 1.0 else "slower" if ratio.high < 1.0 else "undecided"
+
+
+def tabulate_timings(found: Sequence[Measurement], best: Probe) -> Rows:
+    """Median time of every contender, its errors, and its share of what the probes in the same rounds reached."""
+    rows = []
+    for one in found:
+        good = one.good_rounds(best)
+        work, read = one.case.multiply_adds(), one.case.bytes_of_keys_and_values()
+        for name in one.seconds:
+            seconds = one.median_seconds(name, best)
+            reads = one.case.bound_by_reading
+            rows.append(
+                {
+                    "suite": one.case.suite,
+                    "case": one.case.name,
+                    "contender": name,
+                    "milliseconds": None if seconds is None else 1e3 * seconds,
+                    "share_of_peak": None if reads else one.share(name, "multiply_adds", work, best),
+                    "share_of_gemm": None if reads else one.share(name, "gemm", work, best),
+                    "share_of_reading": one.share(name, "bytes_read", read, best) if reads else None,
+                    "error": one.error[name],
+                    "entropy_error": one.entropy_error.get(name),
+                    "rounds": int(good.sum()),
+                    "rejected": int((~good).sum()),
+                }
+            )
+    return rows
+
+
+def tabulate_costs(found: Sequence[Measurement], best: Probe, rng: np.random.Generator) -> Rows:
+    """What statistics and a mask add to the time, in percent."""
+    rows = []
+    pairs = {"all statistics": (PLAIN, WITH_STATISTICS), "a boolean mask": (WITHOUT_MASK, PLAIN)}
+    for one in found:
+        for what, (without, with_it) in pairs.items():
+            if without in one.seconds and with_it in one.seconds:
+                ratio = one.ratio(without, with_it, best, rng)
+                percent = [None if value is None else 100.0 * (value - 1.0) for value in ratio]
+                place = {"suite": one.case.suite, "case": one.case.name, "cost_of": what}
+                rows.append({**place, **dict(zip(("percent", "low", "high"), percent, strict=True))})
+    return rows
+
+
+def tabulate_growth(found: Sequence[Measurement], peaks: Sequence[Peak], best: Probe, rng: np.random.Generator) -> Rows:
+    """The power of N, or of the window, that time and memory grow with: the slope of a line through the logarithms."""
+    growing = [one for one in found if one.case.suite == "growth" and is_enough(one.good_rounds(best))]
+    longest = max((one.case.queries for one in growing), default=0)
+    full = [one for one in growing if one.case.window is None]
+    windows = [one for one in growing if one.case.window is not None]
+    at_longest = [one for one in windows if one.case.queries == longest]
+    # The window that every N is timed with.
+    common = {one.case.window for one in windows if one.case.queries != longest}
+    over_n = [one for one in windows if one.case.window in common]
+    rows = [
+        *_time_slopes("time, full", "N", full, [one.case.queries for one in full], best, rng),
+        *_time_slopes("time, window", "N", over_n, [one.case.queries for one in over_n], best, rng),
+        *_time_slopes("time, window", "window", at_longest, [one.case.window or 0 for one in at_longest], best, rng),
+    ]
+    for name in dict.fromkeys(peak.contender for peak in peaks):
+        known = [peak for peak in peaks if peak.contender == name and peak.extra_bytes]
+        if len(known) > 1:
+            slope = fit_slope([peak.n for peak in known], [float(peak.extra_bytes or 0) for peak in known])
+            rows.append(_slope_row("memory, full", "N", name, [peak.n for peak in known], Ratio(slope, None, None)))
+    return rows
+
+
+def trace_growth(found: Sequence[Measurement], best: Probe) -> list[dict[str, Any]]:
+    """Times over N for the figure, one curve per contender and per kind of visibility."""
+    curves: dict[tuple[str, int | None], dict[str, Any]] = {}
+    for one in found:
+        if one.case.suite != "growth":
+            continue
+        for name in one.seconds:
+            seconds = one.median_seconds(name, best)
+            curve = curves.setdefault(
+                (name, one.case.window), {"contender": name, "window": one.case.window, "n": [], "milliseconds": []}
+            )
+            curve["n"].append(one.case.queries)
+            curve["milliseconds"].append(None if seconds is None else 1e3 * seconds)
+    return [curve for curve in curves.values() if len(curve["n"]) > 1]
+
+
+def fit_slope(x: Sequence[float], y: Sequence[float]) -> float:
+    """The least-squares slope of log y over log x.
+
+    >>> round(fit_slope([1, 2, 4], [3, 12, 48]), 6)
+    2.0
+    """
+    return float(np.polyfit(np.log(x), np.log(y), 1)[0])
+
+
+def _time_slopes(
+    what: str, over: str, found: Sequence[Measurement], x: Sequence[int], best: Probe, rng: np.random.Generator
+) -> Rows:
+    if len(set(x)) < 2:
+        return []
+    rows = []
+    for name in found[0].seconds:
+        times = [np.array(one.seconds[name])[one.good_rounds(best)] for one in found]
+        slope = fit_slope(x, [float(np.median(values)) for values in times])
+        slopes = [fit_slope(x, [_resampled_median(values, rng) for values in times]) for _ in range(_RESAMPLES)]
+        low, high = np.quantile(slopes, [0.025, 0.975])
+        rows.append(_slope_row(what, over, name, x, Ratio(slope, float(low), float(high))))
+    return rows
+
+
+def _slope_row(what: str, over: str, contender: str, x: Sequence[int], slope: Ratio) -> dict[str, Any]:
+    between = {"grows_with": over, "smallest": min(x), "largest": max(x)}
+    return {
+        "what": what,
+        "contender": contender,
+        **between,
+        "power": slope.median,
+        "low": slope.low,
+        "high": slope.high,
+    }
+
+
+def _resampled_median(values: Array, rng: np.random.Generator) -> float:
+    return float(np.median(rng.choice(values, len(values))))
+
+
+def tabulate_memory(peaks: Sequence[Peak]) -> Rows:
+    """Peak memory beyond inputs and results in MiB."""
+    return [
+        {
+            "contender": peak.contender,
+            "n": peak.n,
+            "mebibytes": None if peak.extra_bytes is None else peak.extra_bytes / 2**20,
+            "why_not": peak.why_not,
+        }
+        for peak in peaks
+    ]
+
+
+def tabulate_left_out(missing: dict[str, str], found: Sequence[Measurement]) -> Rows:
+    """Who did not take part, in which cases, and why."""
+    rows = [{"contender": name, "cases": "all", "why": why} for name, why in missing.items()]
+    cases: dict[tuple[str, str], list[str]] = {}
+    for one in found:
+        for name, why in one.left_out.items():
+            cases.setdefault((name, why), []).append(f"{one.case.suite}: {one.case.name}")
+    rows += [{"contender": name, "cases": "; ".join(where), "why": why} for (name, why), where in cases.items()]
+    return rows
+
+
+def read_tables(tables: dict[str, Rows], about: str) -> list[str]:
+    """Sentences from the tables; the first is the headline."""
+    sentences = [_read_headline(tables["ratios"], about), *_read_ratios(tables["ratios"])]
+    timings = tables["timings"]
+    if timings:
+        lost, kept = (sum(row[name] for row in timings) for name in ("rejected", "rounds"))
+        sentences.append(f"{lost} of {lost + kept} timings were rejected because a probe beside them was slow.")
+    sentences += [
+        f"{row['case']}: {row['contender']} reads at {row['share_of_reading']:.2f} of the probed bandwidth."
+        for row in timings
+        if row["share_of_reading"] is not None and row["contender"] == PLAIN
+    ]
+    largest = max((row["n"] for row in tables["memory"]), default=0)
+    for row in tables["memory"]:
+        if row["n"] == largest and row["mebibytes"] is not None:
+            taken = f"{row['mebibytes']:.1f} MiB beyond inputs and results"
+            sentences.append(f"At N = {largest}, one head of 64, {row['contender']} takes {taken}.")
+    if tables["left_out"]:
+        absent = dict.fromkeys(f"{row['contender']} ({row['why']})" for row in tables["left_out"])
+        sentences.append(f"Not timed, or not everywhere: {'; '.join(absent)}.")
+    return sentences
+
+
+def _read_headline(ratios: Rows, about: str) -> str:
+    known = [row for row in ratios if row["ratio"] is not None]
+    if not known:
+        return f"{about}: no ratio was measured."
+    first = known[0]
+    chosen = [row for row in known if all(row[name] == first[name] for name in ("suite", "subject", "peer"))]
+    speeds = [row["ratio"] for row in chosen]
+    middle = math.exp(float(np.mean(np.log(speeds))))
+    return (
+        f"{about}: {first['subject']} is {middle:.2f} times as fast as {first['peer']} (geometric mean over "
+        f"{len(chosen)} cases of the suite {first['suite']}, from {min(speeds):.2f} to {max(speeds):.2f})."
+    )
+
+
+def _read_ratios(ratios: Rows) -> list[str]:
+    slower = [
+        f"{row['case']}, {row['subject']} against {row['peer']} ({row['ratio']:.2f})"
+        for row in ratios
+        if row["outcome"] == "slower"
+    ]
+    sentences = []
+    if any(row["ratio"] is not None for row in ratios):
+        sentences.append(f"Slower than a peer: {'; '.join(slower) if slower else 'nowhere'}.")
+    unknown = dict.fromkeys(row["case"] for row in ratios if row["ratio"] is None)
+    if unknown:
+        sentences.append(f"Too few good rounds for a number, so none is given: {'; '.join(unknown)}.")
+    return sentences

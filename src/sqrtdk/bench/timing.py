@@ -1,0 +1,198 @@
+"""Times contenders side by side: random order in every round, probes between rounds, ratios within rounds."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from sqrtdk.bench.cases import Array, Case, Inputs, Truth, compute_truth, make_inputs
+from sqrtdk.bench.contenders import SUBJECTS, WITHOUT_MASK, Answer, Contender, NotForThisCaseError, Run
+from sqrtdk.bench.probes import Probe, Prober, best_of, is_good
+
+# A timing lasts at least this long, so that the clock and the loop around the call do not show.
+_LEAST_SECONDS = 0.002
+# Below this, one call goes before the clock starts: what the last contender left in caches and on cores is not its own.
+_SHORT_SECONDS = 0.02
+# Rejected rounds are repeated, but not for ever.
+_MOST_ATTEMPTS = 3
+# Fewer make no interval worth the name.
+FEWEST_ROUNDS = 5
+# Outputs are averages of standard normal values; a contender this far off computes something else.
+_LARGEST_ERROR = 1e-3
+_RESAMPLES = 2000
+
+
+class Ratio(NamedTuple):
+    """Median of paired ratios with a 95% bootstrap interval over rounds; all None with too few rounds."""
+
+    median: float | None
+    low: float | None
+    high: float | None
+
+
+@dataclass
+class Measurement:
+    """Every timing of one case.
+
+    `seconds` has one entry per round for each contender, `probes` one more than there are rounds: one before each and
+    one after the last. `repeats` calls make one timing. `left_out` says who does not take part and why.
+    """
+
+    case: Case
+    repeats: int
+    seconds: dict[str, list[float]]
+    probes: list[Probe]
+    error: dict[str, float]
+    entropy_error: dict[str, float]
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    def good_rounds(self, best: Probe) -> Array:
+        """Which rounds count `[rounds]`: those with good probes on either side."""
+        good = np.array([is_good(probe, best) for probe in self.probes])
+        return np.asarray(good[:-1] & good[1:])
+
+    def median_seconds(self, contender: str, best: Probe) -> float | None:
+        """Median time of one call over the rounds that count; None with too few."""
+        good = self.good_rounds(best)
+        return float(np.median(np.array(self.seconds[contender])[good])) if is_enough(good) else None
+
+    def share(self, contender: str, quantity: str, amount: float, best: Probe) -> float | None:
+        """Median over rounds of amount per second relative to what the probes beside the round reached."""
+        good = self.good_rounds(best)
+        rates = [getattr(probe, quantity) for probe in self.probes]
+        if not is_enough(good) or None in rates:
+            return None
+        beside = np.maximum(rates[:-1], rates[1:])
+        return float(np.median((amount / np.array(self.seconds[contender]) / beside)[good]))
+
+    def ratio(self, subject: str, peer: str, best: Probe, rng: np.random.Generator) -> Ratio:
+        """Time of the peer over time of the subject: above 1 the subject is faster."""
+        good = self.good_rounds(best)
+        if not is_enough(good):
+            return Ratio(None, None, None)
+        return bootstrap_median((np.array(self.seconds[peer]) / np.array(self.seconds[subject]))[good], rng)
+
+
+def is_enough(good: Array) -> bool:
+    """Whether enough rounds count for a number.
+
+    >>> is_enough(np.array([True] * 5 + [False])), is_enough(np.array([True] * 4))
+    (True, False)
+    """
+    return bool(good.sum() >= FEWEST_ROUNDS)
+
+
+def bootstrap_median(values: Array, rng: np.random.Generator) -> Ratio:
+    """The median and its 95% percentile interval from resampled rounds.
+
+    >>> bootstrap_median(np.array([2.0, 2.0, 2.0]), np.random.default_rng(0))
+    Ratio(median=2.0, low=2.0, high=2.0)
+    """
+    medians = np.median(rng.choice(values, (_RESAMPLES, len(values))), axis=1)
+    low, high = np.quantile(medians, [0.025, 0.975])
+    return Ratio(float(np.median(values)), float(low), float(high))
+
+
+def measure(
+    case: Case,
+    contenders: Sequence[Contender],
+    prober: Prober,
+    *,
+    rounds: int,
+    threads: int,
+    rng: np.random.Generator,
+    on_round: Callable[[int], None] | None = None,
+) -> Measurement:
+    """Time all contenders on one case, in random order in every round, until `rounds` of them count.
+
+    Args:
+        contenders: who takes part; one that cannot compute the case, or computes it wrongly, is left out by name.
+        rounds: rounds that should count; where probes were bad, up to three times as many are tried.
+        threads: what contenders are told.
+        on_round: called before each round with its index.
+    """
+    sets = make_inputs(case, rng)
+    runs, found = _prepare_all(case, sets, contenders, threads)
+    found.repeats, warm_up = _choose_repeats(runs, case.sets)
+    found.probes.append(prober.probe(reading=case.bound_by_reading))
+    # Numbers count at the end, when the best probe of the whole run is known; here they only say when to stop.
+    while found.good_rounds(best_of(prober.results)).sum() < rounds:
+        done = len(found.probes) - 1
+        if done == _MOST_ATTEMPTS * rounds or not runs:
+            break
+        if on_round is not None:
+            on_round(done)
+        for name in rng.permutation(sorted(runs)):
+            found.seconds[name].append(_time(runs[name], found.repeats, warm_up))
+        found.probes.append(prober.probe(reading=case.bound_by_reading))
+    return found
+
+
+def _prepare_all(
+    case: Case, sets: Sequence[Inputs], contenders: Sequence[Contender], threads: int
+) -> tuple[dict[str, Run], Measurement]:
+    truth = compute_truth(case, sets[0])
+    found = Measurement(case, 1, {}, [], {}, {})
+    runs: dict[str, Run] = {}
+    for contender in contenders:
+        own = contender.name in (*SUBJECTS, WITHOUT_MASK)
+        try:
+            calls = [contender.prepare(case, inputs, threads) for inputs in sets]
+            answer = contender.read(calls[0]())
+        except NotForThisCaseError as reason:
+            found.left_out[contender.name] = str(reason)
+            continue
+        except Exception as error:  # whatever another library raises is told, not hidden, and stops nothing
+            if own:
+                raise
+            found.left_out[contender.name] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            continue
+        off, entropy_error = _compare(answer, truth)
+        if not off <= _LARGEST_ERROR:  # NaN too
+            found.left_out[contender.name] = f"its answer is off by {off:.1e}"
+            continue
+        found.error[contender.name] = off
+        if entropy_error is not None:
+            found.entropy_error[contender.name] = entropy_error
+        found.seconds[contender.name] = []
+        runs[contender.name] = _take_turns(calls)
+    return runs, found
+
+
+def _take_turns(calls: Sequence[Run]) -> Run:
+    if len(calls) == 1:
+        return calls[0]
+    endless = itertools.cycle(calls)
+    return lambda: next(endless)()
+
+
+def _compare(answer: Answer, truth: Truth) -> tuple[float, float | None]:
+    """Largest absolute errors of output and entropy."""
+    error = float(np.abs(answer.output[:, :, truth.rows] - truth.output).max())
+    if answer.entropy is None:
+        return error, None
+    return error, float(np.abs(answer.entropy[:, :, truth.rows] - truth.entropy).max())
+
+
+def _choose_repeats(runs: dict[str, Run], sets: int) -> tuple[int, bool]:
+    """How many calls make a timing, and whether one goes before; the same for everyone, by the fastest."""
+    fastest = min((min(_time(run, 1, True) for _ in range(3)) for run in runs.values()), default=_LEAST_SECONDS)
+    # With several sets of inputs each is used equally often.
+    return sets * math.ceil(_LEAST_SECONDS / fastest / sets), fastest < _SHORT_SECONDS
+
+
+def _time(run: Run, repeats: int, warm_up: bool) -> float:
+    """Seconds of one call, averaged over `repeats` of them."""
+    if warm_up:
+        run()
+    calls = itertools.repeat(None, repeats)
+    began = time.perf_counter()
+    for _ in calls:
+        run()
+    return (time.perf_counter() - began) / repeats

@@ -1,0 +1,138 @@
+"""Figures of a benchmark: ratios per case with their intervals, time and memory over N."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sqrtdk.records import Record, Row
+from sqrtdk.report.figure import Axis, Dash, Figure, Line, Panel, Points, ReferenceLine, Series, Symbol, numbers
+from sqrtdk.report.palette import NEUTRAL
+
+_TITLES = {
+    "square": "B×H×N×D",
+    "statistics": "With all statistics, against by hand",
+    "real": "Shapes and masks of models",
+    "overhead": "A call on next to nothing",
+}
+_COLOURS = {
+    "sqrtdk": "#1f83c9",
+    "sqrtdk with statistics": "#4c6ef5",
+    "torch SDPA": "#d55e00",
+    "onnxruntime": "#009e73",
+    "OpenVINO": "#8a63d2",
+    "jax": "#b08900",
+    "torch SDPA + second pass": "#a0522d",
+    "n×n in torch": "#c0609a",
+    "n×n in NumPy": "#5f7fa6",
+}
+_TICKS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0)
+_CLOSE_TICKS = (0.5, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0)
+
+
+def show_bench(record: Record) -> Figure:
+    """One panel per suite with time of the peer over time of sqrtdk, then time and memory over N."""
+    ratios = record.tables["ratios"]
+    suites = {suite: [row for row in ratios if row["suite"] == suite] for suite in _TITLES}
+    panels = [_show_ratios(_TITLES[suite], rows) for suite, rows in suites.items() if rows]
+    if record.curves.get("growth"):
+        panels.append(_show_growth(record.curves["growth"]))
+    if record.tables["memory"]:
+        panels.append(_show_memory(record.tables["memory"]))
+    if not panels:
+        panels.append(Panel("Nothing was measured", Axis(), Axis(), (Points((), (), NEUTRAL),)))
+    most = max((len({row["case"] for row in rows}) for rows in suites.values()), default=0)
+    spec = record.spec
+    return Figure(
+        f"Attention on {spec['cpu']}: {spec['backend']}, {spec['threads']} threads, {spec['dtype']}",
+        tuple(panels),
+        columns=2,
+        panel_height=max(280, 70 + 25 * most),
+        caption="Ratios: time of the peer over time of sqrtdk, median of paired rounds with its 95% interval; right of "
+        "1 sqrtdk is faster, left of it slower. Diamonds: sqrtdk computes all statistics as well. Over N: one head, "
+        "dₖ = 64.",
+    )
+
+
+def _show_ratios(title: str, rows: Sequence[Row]) -> Panel:
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    pairs = list(dict.fromkeys((row["subject"], row["peer"]) for row in rows))
+    series: list[Series] = []
+    for place, (subject, peer) in enumerate(pairs):
+        mine = [row for row in rows if (row["subject"], row["peer"]) == (subject, peer) and row["ratio"] is not None]
+        # Side by side within the row of their case.
+        shift = 0.22 * (place - (len(pairs) - 1) / 2)
+        heights = [cases.index(row["case"]) + shift for row in mine]
+        colour, symbol = _COLOURS.get(peer, NEUTRAL), _symbol_of(subject)
+        series += [
+            Line(numbers((row["low"], row["high"])), numbers((height, height)), colour, width=1.6)
+            for row, height in zip(mine, heights, strict=True)
+        ]
+        series.append(
+            Points(
+                numbers(row["ratio"] for row in mine),
+                numbers(heights),
+                colour,
+                peer,
+                symbol=symbol,
+                size=6.0,
+                text=tuple(f"{row['case']}: {row['ratio']:.2f}" for row in mine),
+            )
+        )
+    return Panel(
+        title,
+        _ratio_axis(rows),
+        Axis(
+            ticks=tuple((float(index), case) for index, case in enumerate(cases)), low=len(cases) - 0.4, high=-0.6
+        ),
+        tuple(series),
+        (ReferenceLine(1.0, "equal", "vertical", "start"),),
+    )  # fmt: skip
+
+
+def _symbol_of(subject: str) -> Symbol:
+    return "diamond" if subject == "sqrtdk with statistics" else "circle"
+
+
+def _ratio_axis(rows: Sequence[Row]) -> Axis:
+    ends = [row[end] for row in rows for end in ("low", "high") if row[end] is not None]
+    low, high = min([*ends, 0.9]) / 1.1, max([*ends, 1.1]) * 1.1
+    ticks = tuple((tick, f"{tick:g}") for tick in (_CLOSE_TICKS if high < 6 * low else _TICKS) if low <= tick <= high)
+    return Axis("times as fast as the peer", log=True, low=low, high=high, ticks=ticks)
+
+
+def _show_growth(curves: Sequence[Mapping[str, Any]]) -> Panel:
+    series: list[Series] = []
+    for curve in curves:
+        windowed = curve["window"] is not None
+        dash: Dash = "dot" if windowed else "dash" if curve["contender"] == "sqrtdk with statistics" else "solid"
+        group = f"{curve['contender']}, window {curve['window']}" if windowed else curve["contender"]
+        colour = _COLOURS.get(curve["contender"], NEUTRAL)
+        series.append(Line(numbers(curve["n"]), numbers(curve["milliseconds"]), colour, group, dash=dash))
+    return Panel(
+        "Time of one head over N",
+        Axis("N", log=True, ticks=_length_ticks(n for curve in curves for n in curve["n"])),
+        Axis("milliseconds", log=True),
+        tuple(series),
+    )
+
+
+def _show_memory(rows: Sequence[Row]) -> Panel:
+    series: list[Series] = []
+    for name in dict.fromkeys(row["contender"] for row in rows):
+        mine = [row for row in rows if row["contender"] == name]
+        # Nothing measurable is no point on a logarithmic axis: it stands at a page of memory.
+        heights = numbers(None if row["mebibytes"] is None else max(row["mebibytes"], 4096 / 2**20) for row in mine)
+        colour, symbol = _COLOURS.get(name, NEUTRAL), _symbol_of(name)
+        series.append(Line(numbers(row["n"] for row in mine), heights, colour, width=1.4))
+        series.append(Points(numbers(row["n"] for row in mine), heights, colour, name, symbol=symbol))
+    return Panel(
+        "Peak memory beyond inputs and results",
+        Axis("N", log=True, ticks=_length_ticks(row["n"] for row in rows)),
+        Axis("MiB", log=True),
+        tuple(series),
+    )
+
+
+def _length_ticks(lengths: Any) -> tuple[tuple[float, str], ...]:
+    return tuple((float(n), str(n)) for n in sorted(set(lengths)))
