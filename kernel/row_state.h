@@ -158,11 +158,12 @@ void merge_states(RowState<T, W>& row, const RowState<T, W>& other, double (&kee
 template <class T, int W>
 void write_statistics(const Statistics& to, int64_t at, const RowState<T, W>& row, int i, bool scores, const double* sink) {
     const double count = row.logits.count[i], total = 1.0 + row.tail[i];
+    const double share = 1.0 / total, per_key = 1.0 / count;
     const bool some = count > 0;
     // The plain logarithm is three times as fast and as good where the tail is not small.
     const double log_total = row.tail[i] > 0.5 ? std::log(total) : std::log1p(row.tail[i]);
     const double lse = some ? double(row.top[i]) + log_total : -INFINITY;
-    double entropy = some ? log_total + row.moment[i] / total : 0.0;
+    double entropy = some ? log_total + row.moment[i] * share : 0.0;
     to.visible_keys[at] = int64_t(count);
     to.max_key[at] = some ? row.max_key[i] : -1;
     to.max_logit[at] = some ? double(row.top[i]) : -INFINITY;
@@ -170,15 +171,15 @@ void write_statistics(const Statistics& to, int64_t at, const RowState<T, W>& ro
     // Rounding must not push past what n keys allow: H <= ln n, sum p <= 1 - 1/n. Only nearly uniform rows come close.
     if (total > 0.99 * count && entropy > std::log(count)) entropy = std::log(count);
     to.entropy[at] = entropy < 0 ? 0.0 : entropy;
-    const double most = some ? 1.0 - 1.0 / count : 0.0;
-    const double tail = some ? row.tail[i] / total : 0.0;
+    const double most = some ? 1.0 - per_key : 0.0;
+    const double tail = some ? row.tail[i] * share : 0.0;
     to.tail_weight[at] = tail > most ? most : tail;
-    to.tail_p2[at] = some ? row.tail2[i] / (total * total) : 0.0;
-    to.tail_p3[at] = some ? row.tail3[i] / (total * total * total) : 0.0;
+    to.tail_p2[at] = some ? row.tail2[i] * share * share : 0.0;
+    to.tail_p3[at] = some ? row.tail3[i] * share * share * share : 0.0;
     to.logit_mean[at] = some ? row.logits.mean(i) : NAN;
-    to.logit_variance[at] = some ? row.logits.m2[i] / count : NAN;
+    to.logit_variance[at] = some ? row.logits.m2[i] * per_key : NAN;
     to.score_max[at] = scores && some ? row.score_top[i] : to.max_logit[at];
-    to.score_variance[at] = scores && some ? row.scores.m2[i] / count : to.logit_variance[at];
+    to.score_variance[at] = scores && some ? row.scores.m2[i] * per_key : to.logit_variance[at];
     to.sink_weight[at] = sink == nullptr ? 0.0 : 1.0 / (1.0 + std::exp(lse - *sink));
 }
 

@@ -208,6 +208,17 @@ void describe_scores(const T* scores, int64_t keys, const uint64_t* words, int a
     }
 }
 
+// Head and query of a row, without a division per row; at the last row that is there it stays.
+struct RowCursor {
+    int64_t queries, r, l;
+    RowCursor(const Forward& call, int64_t row) : queries(call.queries), r(row / call.queries), l(row % call.queries) {}
+    void step(bool there) {
+        if (!there || ++l < queries) return;
+        l = 0;
+        ++r;
+    }
+};
+
 // What one worker needs, allocated once a call.
 template <class T>
 struct Scratch {
@@ -247,8 +258,9 @@ struct Tile {
         const In* rows_at[W];
         T scale[W];
         uint64_t odd = 0;
-        for (int i = 0; i < W; ++i) {
-            const int64_t row = first_row + (i < rows ? i : 0), r = row / call.queries, l = row % call.queries;
+        RowCursor at(call, first_row);
+        for (int i = 0; i < W; ++i, at.step(i < rows)) {
+            const int64_t r = at.r, l = at.l;
             rows_at[i] = static_cast<const In*>(call.q.data) + n * call.q.n + g * call.q.g + r * call.q.r + l * call.q.l;
             const Scale& s = call.scale;
             const double given = s.data[n * s.n + g * s.g + r * s.r + l * s.l];
@@ -292,8 +304,9 @@ struct Tile {
         const Mask& mask = call.mask;
         sight.rows = rows;
         sight.one_mask = true;
-        for (int i = 0; i < W; ++i) {
-            const int64_t row = first_row + (i < rows ? i : rows - 1), r = row / call.queries, l = row % call.queries;
+        RowCursor at(call, first_row);
+        for (int i = 0; i < W; ++i, at.step(i < rows)) {
+            const int64_t r = at.r, l = at.l;
             key_range(l, call.first, call.last, call.keys, &sight.lo[i], &sight.hi[i]);
             sight.mask_row[i] = n * mask.n + g * mask.g + r * mask.r + l * mask.l;
             sight.one_mask = sight.one_mask && sight.mask_row[i] == sight.mask_row[0];
