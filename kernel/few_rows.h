@@ -17,7 +17,8 @@ namespace sqrtdk {
 namespace SQRTDK_LEVEL {
 namespace {
 
-constexpr int few = 8;  // rows of a state; the tile loop takes over from here
+constexpr int few = 8;           // rows of a state; the tile loop takes over from here
+constexpr int few_block = 512;   // long runs of keys and of values in turn suit the prefetcher
 
 template <class T>
 inline double add_lanes(typename Simd<T>::Vec v) {
@@ -31,9 +32,9 @@ inline double add_lanes(typename Simd<T>::Vec v) {
 template <class T>
 struct FewScratch {
     T* queries;  // [rows][D], the scale multiplied in
-    T* scores;   // [key_block]
-    T* keys;     // [key_block][D], only for copies
-    T* values;   // [key_block][V], only for copies
+    T* scores;   // [few_block]
+    T* keys;     // [few_block][D], only for copies
+    T* values;   // [few_block][V], only for copies
 };
 
 template <class T, class In, bool statistics>
@@ -52,8 +53,8 @@ struct FewRows {
         for (int64_t i = 0; i < rows * call.d_v; ++i) output[i] = 0;
         state.clear();
         for (int i = 0; i < few; ++i) seen[i] = false;
-        for (int64_t from = begin; from < end; from += key_block)
-            take_block(call, scratch, output, n, g, from, smaller(from + key_block, end), rows);
+        for (int64_t from = begin; from < end; from += few_block)
+            take_block(call, scratch, output, n, g, from, smaller(from + few_block, end), rows);
     }
 
   private:
@@ -84,7 +85,7 @@ struct FewRows {
         block.has_tiny = false;
         uint64_t any = 0;
         for (int row = 0; row < rows; ++row) {
-            uint64_t sees[key_block / 64] = {};
+            uint64_t sees[few_block / 64] = {};
             if (!look(call, n, g, row, begin, count, sees)) continue;
             if (!looked) {
                 const In* k_at = static_cast<const In*>(k.data) + n * k.n + g * k.g + begin * k.s;
@@ -113,7 +114,7 @@ struct FewRows {
     }
 
     static bool look(const Forward& call, int64_t n, int64_t g, int64_t row, int64_t begin, int64_t count,
-                     uint64_t (&sees)[key_block / 64]) {
+                     uint64_t (&sees)[few_block / 64]) {
         const int64_t r = row / call.queries, l = row % call.queries;
         int64_t lo, hi;
         key_range(l, call.first, call.last, call.keys, &lo, &hi);
@@ -122,7 +123,7 @@ struct FewRows {
         const Mask& mask = call.mask;
         const int64_t at = n * mask.n + g * mask.g + r * mask.r + l * mask.l + begin * mask.s;
         bool any = false;
-        for (int w = 0; w < key_block / 64; ++w) {
+        for (int w = 0; w < few_block / 64; ++w) {
             const int64_t first = larger(from - 64 * w, 0), last = smaller(to - 64 * w, 64);
             if (first >= last) continue;
             uint64_t word = (last == 64 ? ~0ull : (1ull << last) - 1) & ~((1ull << first) - 1);

@@ -91,13 +91,13 @@ struct FewPass {
 
     void serve(int worker) {
         const size_t d_k = size_t(call.d_k), d_v = size_t(call.d_v), rows = size_t(call.shared * call.queries);
-        Arena arena(sizeof(T) * (rows * d_k + 2 * key_block + key_block * (d_k + d_v)) + 6 * 64);
+        Arena arena(sizeof(T) * (rows * d_k + 2 * few_block + few_block * (d_k + d_v)) + 6 * 64);
         if (!arena.ok()) return work.fail(Status::out_of_memory);
         FewScratch<T> scratch;
         scratch.queries = arena.take<T>(rows * d_k);
-        scratch.scores = arena.take<T>(2 * key_block);
-        scratch.keys = arena.take<T>(key_block * d_k);
-        scratch.values = arena.take<T>(key_block * d_v);
+        scratch.scores = arena.take<T>(2 * few_block);
+        scratch.keys = arena.take<T>(few_block * d_k);
+        scratch.values = arena.take<T>(few_block * d_v);
         for (int64_t piece; (piece = work.take(worker)) >= 0;) {
             const int64_t head = piece / splits, split = piece % splits;
             const int64_t begin = smaller(split * per_split, call.keys), end = smaller(begin + per_split, call.keys);
@@ -167,7 +167,7 @@ Status run_few(const Forward& call) {
     // From the shape alone: few heads over many keys are cut, so that more than one thread has something to do.
     int64_t splits = heads >= 8 ? 1 : smaller((call.keys + 1023) / 1024, 8);
     splits = larger(splits, 1);
-    const int64_t per_split = ((call.keys + splits - 1) / splits + key_block - 1) / key_block * key_block;
+    const int64_t per_split = ((call.keys + splits - 1) / splits + few_block - 1) / few_block * few_block;
     const int64_t pieces = heads * splits;
     Arena arena(size_t(pieces) * (sizeof(typename Pass::Loop) + sizeof(T) * size_t(rows * call.d_v)) + 256);
     if (!arena.ok()) return Status::out_of_memory;

@@ -269,7 +269,7 @@ struct Tile {
         }
         int64_t d = 0;
         for (; d + S::lanes <= call.d_k; d += S::lanes)
-            for (int c = 0; c < panel; ++c) {
+            for (int c = 0; c * S::lanes < rows; ++c) {
                 typename S::Vec square[S::lanes];
                 for (int i = 0; i < S::lanes; ++i) {
                     const int lane = c * S::lanes + i;
@@ -332,12 +332,14 @@ struct Tile {
             span.from[c] = from & ~int64_t(3);
             span.to[c] = smaller((to + 3) & ~int64_t(3), count);
             if (from >= to) span.to[c] = span.from[c];
+            // Vectors beyond the last row of a short tile have nothing to do.
+            if (c * S::lanes >= sight.rows) span.from[c] = span.to[c] = span.to[c - 1];
             if (c > 0) rising = rising && span.from[c] >= span.from[c - 1] && span.to[c] >= span.to[c - 1];
         }
         if (rising) return span;
         // Rows of several heads in one tile: no order to use, every vector takes the whole block.
         for (int c = 0; c < panel; ++c) {
-            span.from[c] = 0;
+            span.from[c] = c * S::lanes < sight.rows ? 0 : count;
             span.to[c] = count;
         }
         return span;
@@ -476,7 +478,7 @@ struct Tile {
             if (statistics && i < rows) write_statistics<T, W>(call.statistics, out_row + i, state, i, scores, sink);
         }
         In* to = static_cast<In*>(call.output) + out_row * call.d_v;
-        for (int c = 0; c < panel; ++c) {
+        for (int c = 0; c * S::lanes < rows; ++c) {
             const auto factor = S::load(inverse + c * S::lanes);
             auto check = S::zero();
             int64_t d = 0;

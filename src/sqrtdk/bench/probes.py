@@ -20,8 +20,8 @@ from sqrtdk import backends
 # what lies in the caches as well, so more is allowed.
 LEAST_SHARES = {"multiply_adds": 0.9, "gemm": 0.8}
 _GEMM_SIZE = 768
-# Threads of the last contender may still spin; after this long they sleep.
-_SETTLING_SECONDS = 0.004
+# Idle threads of the last contender's OpenMP runtime spin for some milliseconds on a core that the next one needs.
+_SETTLING_SECONDS = 0.01
 
 
 class Probe(NamedTuple):
@@ -47,7 +47,7 @@ class Prober:
 
     def probe(self, *, reading: bool = False) -> Probe:
         """Probe now; reading takes longer and is done where asked."""
-        time.sleep(_SETTLING_SECONDS)
+        self.settle()
         rate, read = None, None
         if self._kernel is not None:
             rate = float(self._kernel.probe_fma(self._level, self._threads))
@@ -55,6 +55,11 @@ class Prober:
         found = Probe(rate, self._probe_gemm(), read)
         self.results.append(found)
         return found
+
+    @staticmethod
+    def settle() -> None:
+        """Wait until the threads of whoever ran last are asleep."""
+        time.sleep(_SETTLING_SECONDS)
 
     def _probe_gemm(self) -> float:
         self._multiply_matrices()

@@ -129,6 +129,7 @@ def measure(
         if on_round is not None:
             on_round(done)
         for name in rng.permutation(sorted(runs)):
+            prober.settle()
             found.seconds[name].append(_time(runs[name], found.repeats, warm_up))
         found.probes.append(prober.probe(reading=case.bound_by_reading))
     return found
