@@ -37,7 +37,7 @@ $(VENV)/base.stamp: constraints.txt
 	touch $@
 
 $(VENV)/run.stamp: $(VENV)/base.stamp pyproject.toml
-	$(PIP) --no-build-isolation -e ".[torch,report]"
+	$(PIP) --no-compile --no-build-isolation -e ".[torch,report]"
 	touch $@
 
 # The installed kernel is a copy: changed sources are compiled (only what changed) and installed again.
