@@ -42,8 +42,6 @@ bool attend_carefully(const Forward& call, int64_t n, int64_t g, int64_t row) {
     bool poisoned = false;
     for (int64_t j = 0; j < keys; ++j) {
         const double bias = read_mask(call.mask, mask_row + (lo + j) * call.mask.s);
-        logits[j] = -INFINITY;
-        scores[j] = bias;  // -inf marks a hidden key
         if (bias == -INFINITY) continue;
         double product = 0;
         for (int64_t d = 0; d < call.d_k; ++d)
@@ -51,7 +49,7 @@ bool attend_carefully(const Forward& call, int64_t n, int64_t g, int64_t row) {
         const double score = scale * product;
         const double capped = call.softcap > 0 ? call.softcap * std::tanh(score / call.softcap) : score;
         logits[j] = capped + bias;
-        scores[j] = score == -INFINITY ? -1e308 : score;
+        scores[j] = score;
         poisoned = poisoned || logits[j] != logits[j];
         if (logits[j] > top || count == 0) {
             state.max_key[0] = lo + j;
@@ -67,7 +65,7 @@ bool attend_carefully(const Forward& call, int64_t n, int64_t g, int64_t row) {
     if (poisoned) top = NAN;
     double sum = 0;
     for (int64_t j = 0; j < keys; ++j) {
-        if (scores[j] == -INFINITY) continue;
+        if (read_mask(call.mask, mask_row + (lo + j) * call.mask.s) == -INFINITY) continue;
         const double p = std::exp(logits[j] - top);
         sum += p;
         if (lo + j != state.max_key[0]) {

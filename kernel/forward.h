@@ -84,37 +84,39 @@ struct FewPass {
     const Forward& call;
     Work& work;
     int64_t splits, per_split;
-    Loop* loops;  // one per piece
-    T* outputs;   // [piece][rows][V]
+    Loop* loops;  // [piece], and
+    T* outputs;   // [piece][rows][V], only if heads are cut: else a worker's own serve one head after the other
 
     static void body(void* context, int worker) { static_cast<FewPass*>(context)->serve(worker); }
 
     void serve(int worker) {
         const size_t d_k = size_t(call.d_k), d_v = size_t(call.d_v), rows = size_t(call.shared * call.queries);
-        Arena arena(sizeof(T) * (rows * d_k + 2 * few_block + few_block * (d_k + d_v)) + 6 * 64);
+        Arena arena(sizeof(T) * (rows * (d_k + d_v) + 2 * few_block + few_block * (d_k + d_v)) + sizeof(Loop) + 8 * 64);
         if (!arena.ok()) return work.fail(Status::out_of_memory);
         FewScratch<T> scratch;
         scratch.queries = arena.take<T>(rows * d_k);
         scratch.scores = arena.take<T>(2 * few_block);
         scratch.keys = arena.take<T>(few_block * d_k);
         scratch.values = arena.take<T>(few_block * d_v);
+        Loop* own_loop = arena.take<Loop>(1);
+        T* own_output = arena.take<T>(rows * d_v);
         for (int64_t piece; (piece = work.take(worker)) >= 0;) {
             const int64_t head = piece / splits, split = piece % splits;
             const int64_t begin = smaller(split * per_split, call.keys), end = smaller(begin + per_split, call.keys);
-            T* output = outputs + piece * int64_t(rows) * call.d_v;
-            loops[piece].run(call, scratch, output, head / call.groups, head % call.groups, begin, end);
-            if (splits == 1 && !finish(head)) work.fail(Status::out_of_memory);
+            Loop* loop = splits == 1 ? own_loop : loops + piece;
+            T* output = splits == 1 ? own_output : outputs + piece * int64_t(rows) * call.d_v;
+            loop->run(call, scratch, output, head / call.groups, head % call.groups, begin, end);
+            if (splits == 1 && !finish(head, loop, output)) work.fail(Status::out_of_memory);
         }
     }
 
     // Adds up the splits of one head in order, and writes its rows.
-    bool finish(int64_t head) {
+    bool finish(int64_t head, Loop* of_head, T* output) {
         const int rows = int(call.shared * call.queries);
         const int64_t n = head / call.groups, g = head % call.groups, d_v = call.d_v;
-        Loop& first = loops[head * splits];
-        T* output = outputs + head * splits * rows * d_v;
+        Loop& first = of_head[0];
         for (int64_t split = 1; split < splits; ++split) {
-            Loop& other = loops[head * splits + split];
+            Loop& other = of_head[split];
             double keep[few], take[few];
             merge_states<T, few>(first.state, other.state, keep, take);
             const T* more = output + split * rows * d_v;
@@ -169,17 +171,20 @@ Status run_few(const Forward& call) {
     splits = larger(splits, 1);
     const int64_t per_split = ((call.keys + splits - 1) / splits + few_block - 1) / few_block * few_block;
     const int64_t pieces = heads * splits;
-    Arena arena(size_t(pieces) * (sizeof(typename Pass::Loop) + sizeof(T) * size_t(rows * call.d_v)) + 256);
+    const size_t kept = splits > 1 ? size_t(pieces) : 0;
+    Arena arena(kept * (sizeof(typename Pass::Loop) + sizeof(T) * size_t(rows * call.d_v)) + 256);
     if (!arena.ok()) return Status::out_of_memory;
     Work work(call, pieces);
-    auto* loops = arena.take<typename Pass::Loop>(size_t(pieces));
-    auto* outputs = arena.take<T>(size_t(pieces * rows * call.d_v));
+    auto* loops = arena.take<typename Pass::Loop>(kept);
+    auto* outputs = arena.take<T>(kept * size_t(rows * call.d_v));
     Pass pass{call, work, splits, per_split, loops, outputs};
     const double size = double(heads) * double(rows) * double(call.keys) * double(call.d_k + call.d_v);
+    // Bound by memory, a multiply-add takes about four times as long as in a tile.
     if (!run_on_pool(useful_threads(call.threads, pieces, 4 * size), pass.body, &pass)) return Status::out_of_memory;
     if (splits > 1 && work.status() == Status::ok)
         for (int64_t head = 0; head < heads; ++head)
-            if (!pass.finish(head)) return Status::out_of_memory;
+            if (!pass.finish(head, loops + head * splits, outputs + head * splits * rows * call.d_v))
+                return Status::out_of_memory;
     return work.status();
 }
 

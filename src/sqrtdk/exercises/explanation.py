@@ -10,10 +10,9 @@ import numpy as np
 
 from sqrtdk import scales, theory
 from sqrtdk.attention import attention
-from sqrtdk.exercises.sampling import SampledRows, draw_attention, require_sampling, sample_rows
+from sqrtdk.exercises.sampling import POLICIES, SampledRows, draw_attention, require_sampling, sample_rows
 from sqrtdk.records import Record
 
-POLICIES = ("none", "sqrt", "inverse")
 _MEASURED = (
     "logit_std",
     "saturation_index",

@@ -9,10 +9,16 @@ from typing import Any
 import numpy as np
 
 from sqrtdk import scales, theory
-from sqrtdk.exercises.sampling import Z_95, SampledRows, require_count, require_counts, require_sampling, sample_rows
+from sqrtdk.exercises.sampling import (
+    POLICIES,
+    Z_95,
+    SampledRows,
+    require_count,
+    require_counts,
+    require_sampling,
+    sample_rows,
+)
 from sqrtdk.records import Record
-
-POLICIES = ("none", "sqrt", "inverse")
 
 # The two rows of the texts, and one as peaked as unscaled attention at dₖ = 512 usually is.
 _EXAMPLES = {

@@ -19,6 +19,9 @@ Array = npt.NDArray[np.float64]
 Z_95 = 1.959963984540054
 """The 97.5th percentile of the normal distribution: ± this many standard errors hold 95%."""
 
+POLICIES = ("none", "sqrt", "inverse")
+"""The three scalings that the exercises compare."""
+
 _FEWEST_DRAWS = 8
 _MOST_NUMBERS = 2**26
 

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 
 from sqrtdk import scales, theory
-from sqrtdk.exercises.sampling import Z_95, Array, Estimate, require_count, require_counts, require_size
+from sqrtdk.exercises.sampling import POLICIES, Z_95, Array, Estimate, require_count, require_counts, require_size
 from sqrtdk.records import Record
 
-POLICIES = ("none", "sqrt", "inverse")
 _BLOCK = 2**20
 
 
