@@ -18,16 +18,28 @@ namespace {
 constexpr int max_axes = 64;  // NumPy's limit
 constexpr double small_call = 1 << 16;  // multiply-adds; a double, as their number may pass int64
 
-// A borrowed view of an array; None gives one without data.
+// A borrowed view of an array; None gives one without data. What has no buffer, a torch tensor, comes as a tuple
+// (address, bytes per element, shape, strides in elements), which costs half of making it an array first.
 class View {
 public:
     explicit View(nb::handle array, int flags = PyBUF_STRIDES) {
         buffer_.obj = nullptr;
-        buffer_.buf = nullptr;
-        buffer_.ndim = 0;
-        buffer_.itemsize = 1;
-        if (!array.is_none() && PyObject_GetBuffer(array.ptr(), &buffer_, flags) != 0) {
+        if (array.is_none()) {
+            return;
+        }
+        if (PyTuple_CheckExact(array.ptr())) {
+            read_tuple(array);
+            return;
+        }
+        if (PyObject_GetBuffer(array.ptr(), &buffer_, flags) != 0) {
             throw nb::python_error();
+        }
+        data_ = buffer_.buf;
+        itemsize_ = buffer_.itemsize;
+        axes_ = buffer_.ndim;
+        for (int axis = 0; axis < axes_; ++axis) {
+            sizes_[axis] = buffer_.shape[axis];
+            strides_[axis] = buffer_.strides[axis];
         }
     }
     View(const View&) = delete;
@@ -38,28 +50,49 @@ public:
         }
     }
 
-    void* data() const { return buffer_.buf; }
+    void* data() const { return data_; }
 
     // Axes count from the end; one that is missing has size 1.
-    int64_t size(int from_end) const { return from_end <= buffer_.ndim ? buffer_.shape[buffer_.ndim - from_end] : 1; }
+    int64_t size(int from_end) const { return from_end <= axes_ ? sizes_[axes_ - from_end] : 1; }
 
     // In elements. An axis that is missing or of size 1 is broadcast.
-    int64_t stride(int from_end) const {
-        return size(from_end) == 1 ? 0 : buffer_.strides[buffer_.ndim - from_end] / buffer_.itemsize;
-    }
+    int64_t stride(int from_end) const { return size(from_end) == 1 ? 0 : strides_[axes_ - from_end] / itemsize_; }
 
-    int axes() const { return buffer_.ndim; }
+    int axes() const { return axes_; }
 
     bool is_aligned() const {
-        bool aligned = reinterpret_cast<uintptr_t>(buffer_.buf) % uintptr_t(buffer_.itemsize) == 0;
-        for (int axis = 1; axis <= buffer_.ndim; ++axis) {
-            aligned = aligned && (size(axis) == 1 || buffer_.strides[buffer_.ndim - axis] % buffer_.itemsize == 0);
+        bool aligned = reinterpret_cast<uintptr_t>(data_) % uintptr_t(itemsize_) == 0;
+        for (int axis = 0; axis < axes_; ++axis) {
+            aligned = aligned && (sizes_[axis] == 1 || strides_[axis] % itemsize_ == 0);
         }
         return aligned;
     }
 
 private:
+    void read_tuple(nb::handle tuple) {
+        PyObject* const shape = PyTuple_GetItem(tuple.ptr(), 2);
+        PyObject* const strides = PyTuple_GetItem(tuple.ptr(), 3);
+        if (!shape || !strides || PyTuple_Size(shape) != PyTuple_Size(strides) || PyTuple_Size(shape) > max_axes) {
+            throw nb::value_error("a tensor must come as (address, bytes per element, shape, strides)");
+        }
+        data_ = PyLong_AsVoidPtr(PyTuple_GetItem(tuple.ptr(), 0));
+        itemsize_ = PyLong_AsLongLong(PyTuple_GetItem(tuple.ptr(), 1));
+        axes_ = int(PyTuple_Size(shape));
+        for (int axis = 0; axis < axes_; ++axis) {
+            sizes_[axis] = PyLong_AsLongLong(PyTuple_GetItem(shape, axis));
+            strides_[axis] = PyLong_AsLongLong(PyTuple_GetItem(strides, axis)) * itemsize_;
+        }
+        if (PyErr_Occurred()) {
+            throw nb::python_error();
+        }
+    }
+
     Py_buffer buffer_;
+    void* data_ = nullptr;
+    int64_t itemsize_ = 1;
+    int axes_ = 0;
+    int64_t sizes_[max_axes];
+    int64_t strides_[max_axes];  // in bytes
 };
 
 // Strides of q, k, v, scale and mask along one leading axis, or along several that lie evenly in all five.

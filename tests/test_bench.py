@@ -7,41 +7,23 @@ import numpy as np
 import pytest
 
 import sqrtdk
+from bench_machine import BAD, FULL, GOOD, Script, measured
 from sqrtdk import backends
-from sqrtdk.bench import benchmark, contenders, memory, run_benchmark, suites, summary, timing, write_raw
+from sqrtdk.bench import benchmark, contender, memory, run_benchmark, suites, summary, timing, write_raw
 from sqrtdk.bench.cases import Case
-from sqrtdk.bench.contenders import Answer, Contender, NotForThisCaseError, find_contender
+from sqrtdk.bench.contender import Contender, NotForThisCaseError
+from sqrtdk.bench.contenders import find_contender
 from sqrtdk.bench.probes import LEAST_SHARES, Probe, Prober, best_of, is_good
-from sqrtdk.bench.timing import Measurement
+from sqrtdk.bench.task import Answer
+from sqrtdk.bench.tensors import BackwardCase
 from sqrtdk.cli import main
 from sqrtdk.errors import InvalidValueError
 from sqrtdk.report import figure_for
 from sqrtdk.report.figure import Line, Points
 
-FULL = Case("test", "full", 2, 2, 9, 8)
-GOOD, BAD = Probe(100.0, 100.0, 10.0), Probe(50.0, 100.0, 10.0)
-
-
-class Script(Prober):
-    """A machine whose speed is written down; it stays as it was last."""
-
-    def __init__(self, *speeds):
-        self._speeds = list(speeds)
-        self.results = []
-
-    def probe(self, *, reading=False):
-        self.results.append(self._speeds.pop(0) if len(self._speeds) > 1 else self._speeds[0])
-        return self.results[-1]
-
 
 def rng():
     return np.random.default_rng(0)
-
-
-def measured(seconds, probes=None, case=FULL):
-    count = len(next(iter(seconds.values())))
-    none = dict.fromkeys(seconds, 1e-7)
-    return Measurement(case, 1, seconds, probes or [GOOD] * (count + 1), none, {})
 
 
 @pytest.fixture(autouse=True)
@@ -317,10 +299,13 @@ def tiny(monkeypatch):
     small = [
         replace(suite, cases=[replace(FULL, suite=suite.name, name=f"{suite.name} case")])
         for suite in suites.SUITES
-        if suite.cases and suite.name != "growth"
+        if suite.cases and suite.name not in ("growth", "model")
     ]
+    (tensors,) = (suite for suite in small if suite.name == "tensors")
+    tensors.cases.append(BackwardCase("tensors", "backward case", 2, 2, 9, 8))
     monkeypatch.setattr(suites, "SUITES", tuple(small))
     monkeypatch.setattr(benchmark, "Prober", lambda level, threads: Script(GOOD))
+    monkeypatch.setattr(timing, "_LEAST_SECONDS", 1e-6)  # no repeats: nobody reads these times
 
 
 def test_a_run_keeps_every_timing(tiny):
@@ -329,7 +314,9 @@ def test_a_run_keeps_every_timing(tiny):
     assert record.kind == "bench"
     assert record.spec["threads"] == 1
     assert record.spec["backend"] == "reference"
-    assert record.spec["command"].startswith("sqrtdk bench --suite square,statistics,real,overhead --rounds 5 --thr")
+    assert record.spec["command"].startswith(
+        "sqrtdk bench --suite square,statistics,real,overhead,tensors --rounds 5 --thr"
+    )
     content = json.loads(json.dumps(record.as_json()))
     assert content["cpu"]
     for case in content["curves"]["cases"]:
@@ -344,12 +331,16 @@ def test_a_run_keeps_every_timing(tiny):
 
 
 def test_missing_peers_are_named(tiny, monkeypatch):
-    monkeypatch.setattr(contenders.importlib.util, "find_spec", lambda name: None if name == "jax" else object())
-    contender = find_contender("jax")
-    assert contender.why_missing(2, 2) == "not installed: jax"
-    monkeypatch.setattr(contenders.importlib.util, "find_spec", lambda name: object())
-    assert contender.why_missing(2, 2) is None
-    assert contender.why_missing(1, 2) == "always uses 2 threads here and cannot be told to use 1"
+    absent = ["jax", "torch", "transformers"]
+    monkeypatch.setattr(contender.importlib.util, "find_spec", lambda name: None if name in absent else object())
+    peer = find_contender("jax")
+    assert peer.why_missing(2, 2) == "not installed: jax"
+    comes_with = 'not installed: {}; it comes with: pip install "sqrtdk[{}]"'
+    assert find_contender("sqrtdk.torch").why_missing(2, 2) == comes_with.format("torch", "torch")
+    assert find_contender("model with sdpa").why_missing(2, 2) == comes_with.format("torch, transformers", "hf")
+    absent.clear()
+    assert peer.why_missing(2, 2) is None
+    assert peer.why_missing(1, 2) == "always uses 2 threads here and cannot be told to use 1"
 
 
 def test_threads_are_the_same_for_torch_and_given_back(tiny):
@@ -408,7 +399,7 @@ def test_command_writes_json_and_figure(tiny, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--suite", "squares"], "unknown suite 'squares'; known: growth, memory, overhead, real, square, statistics"),
+        (["--suite", "squares"], "known: growth, memory, model, overhead, real, square, statistics, tensors"),
         (["--rounds", "4"], "rounds must be at least 5 for an interval, got 4"),
         (["--threads", "0"], "count must lie between 1 and 256, got 0"),
         (["--backend", "sse"], "unknown backend 'sse'; known: avx2, avx512, portable, reference"),

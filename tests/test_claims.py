@@ -7,7 +7,7 @@ import pytest
 
 import sqrtdk
 from sqrtdk import theory
-from sqrtdk.claims import Effort, check_claims, list_claims
+from sqrtdk.claims import Effort, check_claims, list_claims, scaling
 from sqrtdk.claims.claim import SOURCES, agree, covers, estimate_variance, row
 from sqrtdk.claims.models import PUBLISHED, measure_scale, survey
 from sqrtdk.errors import SqrtdkError
@@ -78,7 +78,7 @@ def test_monte_carlo_lines_state_interval_n_and_seed(found):
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_verdicts_do_not_hang_on_the_seed(seed):
-    ids = ["var", "soft.onehot", "soft.uniform", "soft.unstable", "scale.temperature", "scale.query"]
+    ids = ["var", "soft.onehot", "soft.uniform", "soft.unstable", "scale.sqrt"]
     zero = check_claims(ids).tables["claims"]
     other = check_claims(ids, Effort(seed=seed)).tables["claims"]
     assert [claim["verdict"] for claim in other] == [claim["verdict"] for claim in zero]
@@ -161,7 +161,8 @@ def test_published_scales_are_what_the_models_code_does(item):
 
 def test_too_short_a_training_decides_nothing():
     effort = Effort(seeds=1, steps=2, workers=1)
-    for found in check_claims(["grad.learning", "soft.trained"], effort).tables["claims"]:
+    ids = ["grad.learning", "soft.trained", "scale.temperature", "scale.query"]
+    for found in check_claims(ids, effort).tables["claims"]:
         assert found["verdict"] == "depends"
         assert found["why"].startswith("In 2 steps not even the models with 1/√dₖ learn the task")
 
@@ -182,3 +183,54 @@ def test_learning_claims_are_decided_by_training(tmp_path):
     assert rows["soft.trained"]["verdict"] in ("holds", "depends")
     again = check_claims(["grad.learning"], effort).tables["claims"][0]
     assert again == rows["grad.learning"]
+
+
+def trained(monkeypatch, **changes):
+    """The claims on learned temperatures, decided by a table whose rows have been changed, in place of training."""
+    effort = Effort(seeds=2, steps=2, workers=1)
+    record = scaling.run_temperature_ablation(effort)
+    for setting in record.tables["summary"]:
+        setting |= {"solved_fraction": 1.0} | changes.get(setting["scale"], {})
+    for run in record.tables["runs"]:
+        run |= changes.get(f"{run['scale']}_run", {})
+    monkeypatch.setattr(scaling, "run_temperature_ablation", lambda effort: record)
+    found = check_claims(["scale.temperature", "scale.query"], effort).tables["claims"]
+    return {claim["id"]: claim for claim in found}
+
+
+MOVED = {"learned_run": {"temperatures": [1.2, 0.9]}, "query_run": {"temperature_spread": 0.2}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "temperature", "query"),
+    [
+        (MOVED, "holds", "holds"),
+        (MOVED | {"learned": {"solved_fraction": 0.5}}, "depends", "holds"),
+        (MOVED | {"query": {"solved_fraction": 0.5}}, "holds", "depends"),
+        (MOVED | {"learned_run": {"temperatures": [1.001, 0.999]}}, "depends", "holds"),
+        (MOVED | {"query_run": {"temperature_spread": 0.001}}, "holds", "depends"),
+        (MOVED | {"sqrt": {"solved_fraction": 0.0}}, "depends", "depends"),
+    ],
+    ids=["both", "learned worse", "query worse", "no move", "no spread", "undecided"],
+)
+def test_learned_temperatures_are_judged_by_the_runs(monkeypatch, changes, temperature, query):
+    rows = trained(monkeypatch, **changes)
+    assert (rows["scale.temperature"]["verdict"], rows["scale.query"]["verdict"]) == (temperature, query)
+
+
+def test_a_temperature_that_softens_the_wrong_way_is_noticed(monkeypatch):
+    monkeypatch.setattr(sqrtdk.scales.Temperature, "factor", lambda self, context: self.relative / context.d_k**0.5)
+    assert trained(monkeypatch, **MOVED)["scale.temperature"]["verdict"] == "wrong"
+
+
+@pytest.mark.slow
+def test_temperature_claims_are_decided_by_training(tmp_path):
+    """Seeds 0 and 1, 400 steps, on the runs of the learning claims where they are the same."""
+    effort = Effort(seeds=2, steps=400, store=tmp_path / "runs.sqlite")
+    rows = {row["id"]: row for row in check_claims(["scale.temperature", "scale.query"], effort).tables["claims"]}
+    assert {row["verdict"] for row in rows.values()} == {"holds"}
+    assert rows["scale.query"]["numbers"]["temperature_spread_median"] > 0.05
+    assert rows["scale.temperature"]["numbers"]["temperature_spread_median"] == 0.0
+    for first, second in rows["scale.temperature"]["numbers"]["temperatures"]:
+        assert first > 1.02
+        assert second < 0.98

@@ -69,6 +69,30 @@ def test_ablate_prints_the_agreed_json(capsys, tmp_path):
     assert len(again["curves"]["runs"]) == 4
 
 
+def test_ablate_shows_what_was_learned(capsys):
+    line = "ablate --scale sqrt,learned,query,qk_norm --d-k 8 --seeds 1 --steps 3 --workers 1"
+    code, out, _ = run(capsys, *line.split())
+    assert code == 0
+    assert "temperature range" in out
+    assert "query (unit init, dₖ = 8, lr 0.001): the temperature went from 1 to" in out
+    code, out, _ = run(capsys, *line.split(), "--json")
+    rows = json.loads(out)["runs"]
+    assert [len(row["temperatures"]) for row in rows if row["scale"] != "sqrt"] == [2, 2, 2]
+    code, out, _ = run(capsys, *line.replace(",learned,query,qk_norm", "").split())
+    assert "temperature" not in out
+
+
+def test_scales_lists_those_that_learn_with_their_module(capsys):
+    _, out, _ = run(capsys, "scales", "--json")
+    modules = {row["name"]: row["module"] for row in json.loads(out)["scales"] if row["module"]}
+    assert modules == {
+        "learned": "LearnedTemperature",
+        "query": "QueryTemperature",
+        "position": "QueryTemperature",
+        "qk_norm": "QKNorm",
+    }
+
+
 def test_ablate_control_adds_the_absorbed_runs(capsys):
     line = "ablate --scale sqrt --d-k 8 --seeds 1 --steps 2 --workers 1 --control --json"
     code, out, _ = run(capsys, *line.split())
@@ -189,7 +213,7 @@ def test_claims_without_torch_say_so_before_anything_is_computed(capsys, monkeyp
     monkeypatch.setattr(sqrtdk.theory, "dot_product_variance", lambda *_, **__: pytest.fail("computed"))
     code, _, err = run(capsys, "claims")
     assert code == 2
-    assert "only soft.trained, grad.learning need it (--no-training)" in err
+    assert "only soft.trained, grad.learning, scale.temperature, scale.query need it (--no-training)" in err
 
 
 def print_narrow(rows, width):

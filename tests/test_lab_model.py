@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from sqrtdk.lab import RunSpec
-from sqrtdk.lab.model import SeenAttention, Transformer, describe_attention, draw_query_key
+from sqrtdk.lab.model import SeenAttention, Transformer, describe_attention, describe_temperature, draw_query_key
+from sqrtdk.scales import LEARNABLE
 
 EVERY_SCALE = [
     "none",
@@ -169,3 +170,70 @@ def test_gradient_norms_cover_every_layer():
     for found, name in ((norm_q, "w_q"), (norm_k, "w_k")):
         stacked = torch.cat([getattr(block, name).grad.flatten() for block in model.blocks])
         assert found == pytest.approx(stacked.double().norm().item(), rel=1e-9)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize(
+    ("scale", "fixed"), [("learned", "sqrt"), ("query", "sqrt"), ("position", "sqrt"), ("qk_norm", "qk_norm:1")]
+)
+def test_a_scale_that_learns_begins_as_the_fixed_one_with_the_same_weights(scale, fixed, heads):
+    """dₖ = 24: 1/√24 has no exact float, so one more or less rounding of it would show."""
+    begun, reference = make(scale=scale, d_k=24, heads=heads), make(scale=fixed, d_k=24, heads=heads)
+    found = begun.state_dict()
+    assert all(torch.equal(found[name], weight) for name, weight in reference.state_dict().items())
+    extra = {name: weight for name, weight in found.items() if name not in reference.state_dict()}
+    assert extra
+    assert all(f".learnable.{scale}." in name and not weight.any() for name, weight in extra.items())
+    assert torch.equal(begun(tokens_of())[0], reference(tokens_of())[0])
+
+
+@pytest.mark.parametrize("scale", sorted(LEARNABLE))
+def test_every_scale_parameter_gets_a_gradient_of_its_own(scale):
+    model = make(scale=scale, heads=2, d_k=16)
+    model(tokens_of())[0].square().sum().backward()
+    parameters = {name: weight for name, weight in model.named_parameters() if ".learnable." in name}
+    assert len(parameters) == 2 * (2 if scale in ("query", "position") else 1)
+    for name, parameter in parameters.items():
+        assert parameter.grad.abs().min() > 0.0, name
+        assert len(parameter.grad.unique()) == parameter.numel(), name
+
+
+def test_swapping_to_a_scale_that_learns_and_back_keeps_what_it_learned():
+    model = make(scale="learned")
+    with torch.no_grad():
+        model.blocks[0].learnable["learned"].log_gain.fill_(0.5)
+    sharp = model(tokens_of())[0]
+    model.set_scale("sqrt")
+    assert torch.equal(model(tokens_of())[0], make(scale="sqrt")(tokens_of())[0])
+    model.set_scale("learned")
+    assert torch.equal(model(tokens_of())[0], sharp)
+    assert not torch.equal(sharp, make(scale="learned")(tokens_of())[0])
+
+
+def test_a_model_with_a_swap_ahead_knows_both_scales_and_stands_at_the_last():
+    model = make(scale="sqrt", start_scale="learned", start_steps=1)
+    assert torch.equal(model(tokens_of())[0], make(scale="sqrt")(tokens_of())[0])
+    with torch.no_grad():
+        model.blocks[0].learnable["learned"].log_gain.fill_(0.5)
+    assert torch.equal(model(tokens_of())[0], make(scale="sqrt")(tokens_of())[0])
+
+
+def test_temperatures_of_factors_made_by_hand():
+    """Two layers, two heads, dₖ = 4: τ/√dₖ = ½ and 2 in the first, 1 and one per query in the second."""
+    logits = torch.zeros(3, 2, 5, 5)
+    by_query = torch.tensor([7.0, 1.0, 4.0, 1.0, 4.0]).expand(3, 5)  # the first query sees one key and does not count
+    first = torch.tensor([0.5, 2.0]).view(2, 1, 1)
+    second = torch.stack([torch.ones(3, 5), by_query], dim=1).unsqueeze(-1)
+    seen = [SeenAttention(logits, logits, 1.0 / (2.0 * relative)) for relative in (first, second)]
+    found = describe_temperature(seen, d_k=4)
+    assert found["temperatures"] == pytest.approx([0.5, 2.0, 1.0, 2.0])
+    assert (found["temperature_least"], found["temperature_largest"]) == (pytest.approx(0.5), pytest.approx(2.0))
+    assert found["temperature"] == pytest.approx(2.0**0.25)
+    assert found["temperature_spread"] == pytest.approx(math.log(2.0) / 2.0)  # √(mean of 0, 0, 0 and (ln 2)²)
+
+
+def test_a_fixed_scale_has_no_spread():
+    _, seen = make(scale="temperature:2")(tokens_of())
+    found = describe_temperature(seen, 64)
+    assert found["temperature"] == pytest.approx(2.0)
+    assert found["temperature_spread"] == 0.0

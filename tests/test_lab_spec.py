@@ -66,7 +66,8 @@ def test_defaults_spelled_out_have_the_same_key():
     ("change", "message"),
     [
         ({"task": "recal"}, "unknown task 'recal'; known: recall, text"),
-        ({"scale": "squirt"}, "unknown scaling policy 'squirt'"),
+        ({"scale": "squirt"}, "unknown scaling policy 'squirt'; known: .*fixed.* learned.* query.*"),
+        ({"scale": "learned:2"}, "'learned' has parameters to train"),
         ({"start_scale": "squirt", "start_steps": 1}, "unknown scaling policy 'squirt'"),
         ({"init": "zeros"}, "unknown init 'zeros'; known: absorbed, torch, unit, xavier"),
         ({"d_k": 0}, "d_k must be at least 1, got 0"),
@@ -115,3 +116,9 @@ def test_a_single_text_is_not_a_list_of_scales():
 def test_import_of_the_lab_loads_no_torch():
     code = "import sys, sqrtdk.lab; sqrtdk.lab.AblationSpec().runs(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("scale", ["learned", "query", "position", "qk_norm", "qk_norm:1"])
+def test_scales_that_learn_are_taken_by_their_bare_names(scale):
+    assert AblationSpec(scales=(scale, "sqrt"), seeds=1).runs()[0].scale == scale
+    assert RunSpec(start_scale=scale, start_steps=1).start_scale == scale

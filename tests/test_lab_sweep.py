@@ -113,6 +113,18 @@ def test_ablation_record_is_complete():
     assert {"runs", "summary", "curves", "reading", "spec_hash"} <= set(record.as_json())
 
 
+def test_ablation_of_scales_that_learn():
+    names = ("sqrt", "learned", "query", "position", "qk_norm")
+    record = ablate(AblationSpec(**{**SMALL, "scales": names}, seeds=2), workers=1)
+    summary = {row["scale"]: row for row in record.tables["summary"]}
+    assert summary["sqrt"]["temperature_median"] is None
+    for name in names[1:]:
+        least, largest = summary[name]["temperature_range"]
+        assert least < summary[name]["temperature_median"] < largest
+        assert any(text.startswith(name) and "times √dₖ" in text for text in record.reading)
+    assert {row["scale"] for row in record.tables["comparisons"]} == set(names[1:])
+
+
 def test_swap_record_holds_the_stages_side_by_side():
     base = Spec(d_model=16, batch=4)
     record = swap_scale(base, seeds=2, start_steps=8, steps=5, workers=1)

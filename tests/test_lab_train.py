@@ -7,6 +7,7 @@ import torch
 from sqrtdk.lab import RunSpec
 from sqrtdk.lab.store import CURVES
 from sqrtdk.lab.train import _Run, train
+from sqrtdk.scales import LEARNABLE
 
 SMALL = {"d_model": 16, "d_k": 16, "steps": 12, "batch": 4, "record_every": 5}
 
@@ -99,12 +100,36 @@ def test_report_counts_the_updates():
 
 
 @pytest.mark.parametrize(
-    "scale", ["fixed:10", "temperature:0.5", "mup", "log_n", "yarn:4", "llama4", "cosine", "qk_norm"]
+    "scale",
+    [
+        *("fixed:10", "temperature:0.5", "mup", "log_n", "yarn:4", "llama4", "cosine", "qk_norm:1"),
+        *("learned", "query", "position", "qk_norm"),
+    ],
 )
 def test_every_policy_trains(scale):
     record = train(RunSpec(**SMALL, scale=scale))
     assert record.row["status"] == "done"
     assert record.row["scale"] == scale
+    assert ("temperature" in record.row) == (scale in LEARNABLE)
+
+
+@pytest.mark.parametrize("scale", ["learned", "query", "position", "qk_norm"])
+def test_what_was_learned_is_recorded(scale):
+    row = train(RunSpec(**{**SMALL, "layers": 3}, heads=2, scale=scale)).row
+    assert len(row["temperatures"]) == 6
+    assert len(set(row["temperatures"])) == 6, "each head goes its own way"
+    assert row["temperature_least"] == min(row["temperatures"]) < row["temperature"] < row["temperature_largest"]
+    assert (row["temperature_spread"] > 0.0) == (scale in ("query", "position"))
+    # 12 updates of 1e-3 each: a head's own parameter cannot have moved further, one from the query can.
+    assert max(abs(np.log(row["temperatures"]))) < (0.05 if scale != "position" else 0.1)
+
+
+def test_a_swap_to_a_scale_that_learns_trains_it_from_the_swap_on():
+    swapped = train(RunSpec(**SMALL, scale="learned", start_scale="sqrt", start_steps=10))
+    alone = train(RunSpec(**{**SMALL, "steps": 10}, scale="sqrt"))
+    assert swapped.row["start_loss"] == alone.row["final_loss"]
+    assert swapped.row["swapped_loss"] == swapped.row["start_loss"], "it begins as sqrt"
+    assert swapped.row["temperature"] != 1.0
 
 
 def test_text_trains_and_names_its_data():

@@ -64,3 +64,41 @@ def test_importing_loads_numpy_and_nothing_heavier():
 
 def test_importing_costs_less_than_015_seconds_beyond_numpy():
     assert min(probe()["seconds"] for _ in range(4)) < 0.15
+
+
+def test_the_surface_of_the_torch_layer_is_pinned():
+    import sqrtdk.torch
+
+    assert sqrtdk.torch.__all__ == [
+        "TemperaturePressure",
+        "attention",
+        "nn",
+        "register_huggingface",
+        "scaled_dot_product_attention",
+    ]
+    assert all(getattr(sqrtdk.torch, name).__doc__ for name in sqrtdk.torch.__all__)
+    names = ["KVCache", "LearnedTemperature", "QKNorm", "QueryTemperature", "ScaledAttention", "make_learnable"]
+    assert sqrtdk.torch.nn.__all__ == names
+
+
+def test_tensors_are_taken_with_the_arguments_of_arrays_and_a_few_more():
+    import sqrtdk.torch
+
+    arrays = inspect.signature(sqrtdk.attention).parameters
+    tensors = inspect.signature(sqrtdk.torch.attention).parameters
+    assert list(tensors) == [*arrays, "dropout", "sample_rows", "sample_seed", "pressure"]
+    assert all(tensors[name].kind is arrays[name].kind for name in arrays)
+    assert all(tensors[name].default == arrays[name].default for name in arrays)
+
+
+def test_without_torch_the_torch_layer_names_the_extra():
+    script = "import sys; sys.modules['torch'] = None\nimport sqrtdk\nimport sqrtdk.torch"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert 'torch is not installed; it comes with: pip install "sqrtdk[torch]"' in done.stderr
+
+
+def test_the_torch_layer_loads_no_transformers():
+    script = "import sys, sqrtdk.torch; print([x for x in sys.modules if x.startswith(('transformers', 'plotly'))])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"

@@ -248,6 +248,8 @@ def test_a_policy_must_say_what_it_is():
     ("make", "text"),
     [
         (lambda: scales.get("sqr"), r"unknown scaling policy 'sqr'; known: cosine, fixed"),
+        (lambda: scales.get("learned"), r"'learned' has parameters to train .*sqrtdk\.torch\.nn\.LearnedTemperature"),
+        (lambda: attention(*noise(), scale="query"), r"'query' has parameters .*sqrtdk\.torch\.nn\.QueryTemperature"),
         (lambda: scales.get("fixed"), r"policy 'fixed' takes the parameters: divisor"),
         (lambda: scales.get("fixed:ten"), r"the parameter of 'fixed' must be a number, got 'ten'"),
         (lambda: scales.get("none:3"), r"policy 'none' takes the parameters: none"),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from oracle import exact_row
 from sqrtdk import AttentionStatistics, HeadSummary, SqrtdkError, attention
-from sqrtdk.statistics import BIN_EDGES, SUMMARISED, Moments
+from sqrtdk.statistics import BIN_EDGES, SUMMARISED, Moments, Sample
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -300,3 +300,52 @@ def test_rows_travel_between_processes_and_copies():
     assert not hasattr(rows, "entropie")
     with pytest.raises(dataclasses.FrozenInstanceError):
         rows.entropy = None
+
+
+def sampled(rows, positions):
+    """The rows at these query positions, as statistics that know it."""
+    names = [item.name for item in dataclasses.fields(AttentionStatistics)]
+    parts = [getattr(rows, name)[..., positions] for name in names]
+    positions = np.array(positions)
+    return AttentionStatistics.from_blocks(
+        np.stack(parts[:2]), np.stack(parts[2:]), sample=Sample(positions, rows.shape[-1])
+    )
+
+
+def test_a_sample_tells_its_positions_and_how_many_rows_there_are():
+    rows = statistics_of_noise(0, 2, 8)
+    assert rows.sample is None
+    some = sampled(rows, [1, 4, 6])
+    assert some.sample.positions.tolist() == [1, 4, 6]
+    assert some.sample.rows == 8
+    np.testing.assert_array_equal(some.entropy_ratio, rows.entropy_ratio[..., [1, 4, 6]])
+    for other in (pickle.loads(pickle.dumps(some)), copy.deepcopy(some), some.numpy()):
+        assert other.sample.rows == 8
+    assert rows.numpy() is rows
+
+
+def test_the_summary_of_a_sample_marks_its_maximum_as_a_lower_bound():
+    rows = statistics_of_noise(0, 2, 8)
+    whole, some = HeadSummary.of(rows), HeadSummary.of(sampled(rows, [1, 4, 6]))
+    assert (whole.rows_seen.tolist(), whole.rows_in_all.tolist(), whole.is_sample) == ([16] * 3, [16] * 3, False)
+    assert (some.rows_seen.tolist(), some.rows_in_all.tolist(), some.is_sample) == ([6] * 3, [16] * 3, True)
+    assert (some["max_logit"].largest <= whole["max_logit"].largest).all()
+    assert some.write_largest("max_logit") == [f"≥ {x:.3g}" for x in some["max_logit"].largest]
+    assert whole.write_largest("max_logit") == [f"{x:.3g}" for x in whole["max_logit"].largest]
+    assert "3 heads, 6 of 16 rows each" in repr(some)
+    assert repr(some).count("≥") == 3
+    assert "≥" not in repr(whole)
+    both = whole.merge(some)
+    assert (both.rows_seen.tolist(), both.rows_in_all.tolist(), both.is_sample) == ([22] * 3, [32] * 3, True)
+
+
+def test_a_sample_of_all_rows_is_no_sample():
+    rows = statistics_of_noise(0, 2, 3)
+    assert not HeadSummary.of(sampled(rows, [0, 1, 2])).is_sample
+
+
+def test_a_summary_without_rows_prints_no_maximum():
+    q = np.zeros((2, 0, 4))
+    summary = HeadSummary.of(attention(q, q, q).statistics)
+    assert summary.write_largest("max_logit") == ["-", "-"]
+    assert "0 of 0 rows" in repr(summary)

@@ -37,10 +37,10 @@ def validate(
     """
     query, key, value = _validate_arrays(q, k, v)
     shape = query.shape
-    heads, groups = _validate_shapes(shape, key.shape, value.shape)
+    heads, groups = validate_shapes(shape, key.shape, value.shape)
     offset, first, last = 0, OPEN_BELOW, OPEN_ABOVE
     if causal or window is not None or causal_offset is not None:
-        offset, first, last = _validate_range(causal, causal_offset, window, shape[-2], key.shape[-2])
+        offset, first, last = validate_range(causal, causal_offset, window, shape[-2], key.shape[-2])
     call = Call(
         query,
         key,
@@ -54,7 +54,7 @@ def validate(
         offset,
         first,
         last,
-        None if softcap is None else _validate_softcap(softcap),
+        None if softcap is None else validate_softcap(softcap),
         None if sinks is None else _validate_sinks(sinks, heads),
     )
     if scale is not None:
@@ -122,7 +122,7 @@ def float_code(dtype: np.dtype[Any]) -> int:
     return _CODES[dtype]
 
 
-def _validate_shapes(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...]) -> tuple[int, int]:
+def validate_shapes(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...]) -> tuple[int, int]:
     """The numbers of query heads and of key/value heads, if the three shapes fit together."""
     rank = len(query)
     alike = key == query == value  # one comparison instead of many, and the usual case
@@ -145,6 +145,7 @@ def _fit(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...]) -
 
 def _explain_shapes(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...]) -> InvalidValueError:
     """What is wrong with shapes that do not fit, the first thing first."""
+    query, key, value = tuple(query), tuple(key), tuple(value)
     if len(query) < 2:
         return InvalidValueError(f"query must have shape [..., H, L, D] or [L, D], got {query}")
     if query[-1] == 0:
@@ -167,7 +168,7 @@ def _explain_shapes(query: tuple[int, ...], key: tuple[int, ...], value: tuple[i
     )
 
 
-def _validate_range(
+def validate_range(
     causal: bool, causal_offset: int | None, window: Window | None, queries: int, keys: int
 ) -> tuple[int, int, int]:
     """The offset, and the least and the largest j − i with which query i sees key j."""
@@ -201,18 +202,20 @@ def _validate_window(window: Window) -> Window:
     return (left, right)
 
 
-def _validate_softcap(softcap: float) -> float:
+def validate_softcap(softcap: float) -> float:
+    """A number that is positive and finite."""
     if isinstance(softcap, bool) or not isinstance(softcap, int | float | np.number):
         raise InvalidTypeError(f"softcap must be a number, got {softcap!r}")
-    if not (math.isfinite(softcap) and softcap > 0):
+    if not 0.0 < softcap < math.inf:
         raise InvalidValueError(f"softcap must be positive and finite, got {softcap}")
     return float(softcap)
 
 
-def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+def broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    """Whether arrays of one shape broadcast to another."""
     # np.broadcast_to would tell as well, at the price of half a call.
     return len(shape) <= len(to) and all(
-        own in (1, other) for own, other in zip(reversed(shape), reversed(to), strict=False)
+        own == 1 or own == other for own, other in zip(reversed(shape), reversed(to), strict=False)
     )
 
 
@@ -220,7 +223,7 @@ def _validate_mask(mask: npt.ArrayLike, shape: tuple[int, ...]) -> Array:
     array = _as_array("mask", mask)
     if array.dtype != np.bool_ and array.dtype not in _CODES and not _learn(array.dtype):
         raise InvalidTypeError(f"mask must be boolean (True: may attend) or additive float, got {array.dtype}")
-    if not _broadcasts(array.shape, shape):
+    if not broadcasts(array.shape, shape):
         raise InvalidValueError(f"mask must broadcast to [..., H, L, S] = {shape}, got {array.shape}")
     return array
 
@@ -261,6 +264,6 @@ def _validate_scale(scale: ScaleLike, call: Call) -> tuple[Policy, float | Array
             f"{what} must broadcast to [..., H, L] = {rows}; a one-dimensional array {array.shape} would mean rows: "
             "use scale[:, None] for one number per head, scale[None, :] for one per query"
         )
-    if not _broadcasts(array.shape, rows):
+    if not broadcasts(array.shape, rows):
         raise InvalidValueError(f"{what} must broadcast to [..., H, L] = {rows}, got {array.shape}")
     return policy, array if array.ndim else float(array)

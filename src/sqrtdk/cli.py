@@ -121,7 +121,11 @@ def saturation(
 def ablate(
     task: Annotated[str, typer.Option(help="recall (associative recall) or text (next character).")] = "recall",
     scale: Annotated[
-        str, typer.Option(help="Policies, separated by commas: none,sqrt,fixed:10 …")
+        str,
+        typer.Option(
+            help="Policies, separated by commas: none,sqrt,fixed:10 … and those that learn: learned (a temperature per "
+            "head), query, position (a temperature per query), qk_norm (its gain; qk_norm:1 has a fixed one)."
+        ),
     ] = "none,sqrt,inverse",
     d_k: Annotated[str, typer.Option(help="Sizes dₖ, separated by commas.")] = "64",
     seeds: Annotated[int, typer.Option(help="Seeds per setting.", min=1)] = 8,
@@ -163,8 +167,10 @@ def ablate(
     _require_drawable(plot)
     with terminal.progress_bar() as bar:
         record = lab.ablate(spec, store=store, workers=workers, progress=bar.follow("training"))
-    shown = ["scale", "d_k", "init", "lr", "final_loss_median", "final_loss_iqr", "solved_fraction", "n"]
-    _present(record, {"summary": [*shown[:-1], "steps_to_threshold_median", "n"]}, json, plot, curves=curves)
+    shown = ["scale", "d_k", "init", "lr", "final_loss_median", "final_loss_iqr", "solved_fraction"]
+    shown += ["steps_to_threshold_median", "n"]
+    shown += [name for name in record.tables["summary"][0] if name.startswith("temperature")]
+    _present(record, {"summary": shown}, json, plot, curves=curves)
 
 
 @app.command(epilog="Example: sqrtdk temperature --d-k 64 --n 32 --plot temperature.png")
@@ -228,16 +234,20 @@ def info(json: Json = False) -> None:
 
 @app.command(name="scales", epilog="Example: sqrtdk scales --json")
 def list_scales(json: Json = False) -> None:
-    """The scaling policies: name, formula, source."""
-    kinds = [scales.policy_type(name) for name in scales.names()]
-    rows = [{"name": kind.name, "formula": kind.formula, "source": kind.source} for kind in kinds]
+    """The scaling policies: name, formula, source; and those that learn, with their module in sqrtdk.torch.nn."""
+    fixed = [scales.policy_type(name) for name in scales.names()]
+    rows = [{"name": one.name, "formula": one.formula, "source": one.source, "module": None} for one in fixed]
+    rows += [
+        {"name": one.name, "formula": one.formula, "source": one.source, "module": one.module}
+        for one in scales.LEARNABLE.values()
+    ]
     _present(Record(kind="scales", spec={}, tables={"scales": rows}), {"scales": None}, json, None)
 
 
 @app.command(epilog="Example: sqrtdk bench --suite square,real --output benchmark.json --plot benchmark.png")
 def bench(
     suite: Annotated[
-        str | None, typer.Option(help="square,statistics,real,overhead,growth,memory; default: all.")
+        str | None, typer.Option(help="square,statistics,real,overhead,tensors,model,growth,memory; default: all.")
     ] = None,
     rounds: Annotated[int | None, typer.Option(help="Rounds per case that should count; default: 15, quick 7.")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of everyone; default: as `sqrtdk info` says.")] = None,

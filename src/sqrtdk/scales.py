@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from sqrtdk.errors import InvalidTypeError, InvalidValueError, unknown_name
+from sqrtdk.theory import namespace_of
 
 Array = npt.NDArray[Any]
 Factor = float | Array
@@ -48,6 +49,8 @@ class Policy:
     name: ClassVar[str] = ""
     formula: ClassVar[str] = ""
     source: ClassVar[str] = ""
+    takes_tensors: ClassVar[bool] = False
+    """Whether `factor` computes on torch tensors as well; else tensors are brought to NumPy for it."""
 
     def factor(self, context: ScaleContext) -> Factor:
         """The multiplier of q·k: a number, or an array that broadcasts to `[..., H, L]`."""
@@ -70,6 +73,28 @@ class Policy:
         first = next(iter(fields(self)), None)
         return self.name if first is None else f"{self.name}:{getattr(self, first.name)}"
 
+
+@dataclass(frozen=True)
+class Learnable:
+    """A scale with parameters to train, in words: the module itself is `sqrtdk.torch.nn.<module>`, for tensors."""
+
+    name: str
+    module: str
+    formula: str
+    source: str
+
+
+_SELECTIVE = "after Zhang et al. 2024 (Selective Self-Attention), in log space"
+LEARNABLE = {
+    one.name: one
+    for one in (
+        Learnable("learned", "LearnedTemperature", "eˢ/√dₖ", "Radford et al. 2021 (CLIP), with √dₖ as the unit"),
+        Learnable("query", "QueryTemperature", "exp(w·q/√dₖ + b)/√dₖ", f"{_SELECTIVE}: from the query"),
+        Learnable("position", "QueryTemperature", "exp(a·ln(1 + pos) + b)/√dₖ", f"{_SELECTIVE}: from its position"),
+        Learnable("qk_norm", "QKNorm", "eˢ/√dₖ·(q/rms(q))·(k/rms(k))", "Henry et al. 2020 (Query-Key Normalization)"),
+    )
+}
+"""The scales that learn, by name: all parameters are 0 at the start, where e⁰ = 1 leaves the default."""
 
 _registry: dict[str, type[Policy]] = {}
 
@@ -103,9 +128,14 @@ def policy_type(name: str) -> type[Policy]:
     >>> policy_type("inverse").formula
     '1/dₖ'
     """
-    if name not in _registry:
-        raise unknown_name("scaling policy", name, names())
-    return _registry[name]
+    if name in _registry:
+        return _registry[name]
+    if name in LEARNABLE:
+        raise InvalidValueError(
+            f"{name!r} has parameters to train and works on tensors: it is sqrtdk.torch.nn.{LEARNABLE[name].module}; "
+            f"by the bare name {name!r} it is known to ScaledAttention there and to `sqrtdk ablate`"
+        )
+    raise unknown_name("scaling policy", name, names())
 
 
 def get(name: str, *args: Any, **kwargs: Any) -> Policy:
@@ -149,11 +179,20 @@ def resolve(scale: str | Policy | None) -> Policy:
 
 
 def _require_finite(name: str, value: Factor, *, positive: bool = False) -> None:
+    if type(value) is float and math.isfinite(value) and (value > 0.0 or not positive):
+        return  # the usual case, and one that torch.compile can trace
     array = np.asarray(value)
     if array.dtype.kind not in "iuf":
         raise InvalidTypeError(f"{name} must be a number, got {value!r}")
     if not np.isfinite(array).all() or (positive and not (array > 0).all()):
         raise InvalidValueError(f"{name} must be {'positive and ' if positive else ''}finite, got {value!r}")
+
+
+def _as_floats(x: Any) -> Any:
+    """Integers, in an array or a tensor, as float64 (float32 on a device without it)."""
+    if namespace_of(x) is np:
+        return np.asarray(x, dtype=np.float64)
+    return x.float() if x.device.type == "mps" else x.double()
 
 
 def _require_positive(name: str, value: Factor) -> None:
@@ -270,14 +309,16 @@ class LogN(Policy):
     name = "log_n"
     formula = "s·(ln n)^a/√dₖ, n visible keys"
     source = "Nakanishi 2025 (Scalable-Softmax), eq. 3 with a = 1; a = ½ from the random energy model"
+    takes_tensors = True
 
     def __post_init__(self) -> None:
         _require_positive("s", self.s)
         _require_positive("power", self.power)
 
     def factor(self, context: ScaleContext) -> Factor:
-        log_n = np.log(np.maximum(context.visible_keys, 1).astype(np.float64))
-        return np.asarray(self.s * log_n**self.power / math.sqrt(context.d_k))
+        n = _as_floats(context.visible_keys)
+        log_n = namespace_of(n).log(n.clip(1.0))
+        return cast(Array, self.s * log_n**self.power / math.sqrt(context.d_k))
 
 
 @register
@@ -311,6 +352,7 @@ class Llama4(Policy):
     name = "llama4"
     formula = "(1 + 0.1·ln(1 + ⌊(pos+1)/8192⌋))/√dₖ"
     source = "Llama 4 model code (floor_scale 8192, attn_scale 0.1)"
+    takes_tensors = True
 
     def __post_init__(self) -> None:
         _require_positive("floor", self.floor)
@@ -318,8 +360,10 @@ class Llama4(Policy):
 
     def factor(self, context: ScaleContext) -> Factor:
         # A query before the first key (a negative position) is as early as can be.
-        steps = np.floor(np.maximum(np.asarray(context.positions, dtype=np.float64) + 1.0, 0.0) / self.floor)
-        return np.asarray((1.0 + self.beta * np.log1p(steps)) / math.sqrt(context.d_k))
+        positions = _as_floats(context.positions)
+        xp = namespace_of(positions)
+        steps = xp.floor((positions + 1.0).clip(0.0) / self.floor)
+        return cast(Array, (1.0 + self.beta * xp.log1p(steps)) / math.sqrt(context.d_k))
 
 
 @dataclass(frozen=True)

@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from sqrtdk.errors import InvalidTypeError, InvalidValueError, unknown_name
-from sqrtdk.theory import saturation_index
+from sqrtdk.theory import namespace_of, saturation_index
 
 Array = npt.NDArray[Any]
+
+
+class Sample(NamedTuple):
+    """Which rows were looked at: query positions `[n]`, int64 and ascending, out of `rows` per head."""
+
+    positions: Array
+    rows: int
+
+
+def _array(value: Any) -> Array:
+    # Tensors pass under the type of arrays: what is done with them here, both can.
+    return cast(Array, value)
+
+
+def _on_host(tensor: Any, dtype: npt.DTypeLike) -> Array:
+    return np.asarray(tensor if isinstance(tensor, np.ndarray) else tensor.detach().cpu().numpy(), dtype=dtype)
 
 
 @dataclass(frozen=True)
 class AttentionStatistics:
     """Per-row statistics of attention, arrays `[..., H, L]`, float64 (counts and indices int64).
+
+    The fields are NumPy arrays or torch tensors; the derived numbers are of the same kind, on the same device.
 
     A row is one query of one head; its p are the softmax weights over its visible keys alone (sinks left out, their
     share is `sink_weight`). A row that sees nothing has entropy and weights 0, `max_key` −1, maxima and logsumexp −inf,
@@ -49,13 +68,14 @@ class AttentionStatistics:
     sink_weight: Array
 
     @classmethod
-    def from_blocks(cls, counts: Array, numbers: Array) -> AttentionStatistics:
+    def from_blocks(cls, counts: Array, numbers: Array, *, sample: Sample | None = None) -> AttentionStatistics:
         """The fields in the order above as views of two blocks, int64 `[2, ...]` and float64 `[11, ...]`.
 
         A view is made when it is first asked for: thirteen of them would cost as much as a small call of the kernel.
         """
         rows = cls.__new__(cls)
         rows.__dict__["_blocks"] = (counts, numbers)
+        rows.__dict__["_sample"] = sample
         return rows
 
     def __getattr__(self, name: str) -> Array:
@@ -68,20 +88,49 @@ class AttentionStatistics:
         return value
 
     @property
+    def sample(self) -> Sample | None:
+        """Which query positions the rows are, if only some were looked at; None if the rows are all there are."""
+        return self.__dict__.get("_sample")
+
+    def numpy(self) -> AttentionStatistics:
+        """The same rows as NumPy arrays on the host, without gradients; rows that are NumPy arrays come back as is."""
+        if namespace_of(self.visible_keys) is np:
+            return self
+        sample = None if self.sample is None else Sample(_on_host(self.sample.positions, np.int64), self.sample.rows)
+        blocks = self.__dict__.get("_blocks")
+        if blocks is None:
+            arrays = [_on_host(getattr(self, name), np.float64) for name in _FIELDS]
+            blocks = np.stack(arrays[:2]).astype(np.int64), np.stack(arrays[2:])
+        return AttentionStatistics.from_blocks(
+            _on_host(blocks[0], np.int64), _on_host(blocks[1], np.float64), sample=sample
+        )
+
+    @property
     def max_weight(self) -> Array:
         """The largest weight, from 1/n to 1; 0 where nothing is visible."""
-        return np.where(self.visible_keys > 0, np.maximum(1.0 - self.tail_weight, self._uniform_weight), 0.0)
+        xp = self._namespace
+        return _array(xp.where(self.visible_keys > 0, xp.maximum(1.0 - self.tail_weight, self._uniform_weight), 0.0))
+
+    @property
+    def _namespace(self) -> Any:
+        return namespace_of(self.visible_keys)
+
+    @property
+    def _keys(self) -> Array:
+        # The count in the precision of the numbers: torch would take the logarithm of an int64 in float32.
+        return _array(self._namespace.asarray(self.visible_keys, dtype=self.entropy.dtype))
 
     @property
     def _uniform_weight(self) -> Array:
         # 1/n, the bound that rounding could pass by an ulp on uniform rows.
-        return 1.0 / np.maximum(self.visible_keys, 1)
+        return _array(1.0 / self._namespace.clip(self._keys, 1.0, None))
 
     @property
     def sum_p2(self) -> Array:
         """Σp², from 1/n (uniform) to 1 (one-hot); 0 where nothing is visible."""
-        visible = self.visible_keys > 0
-        return np.where(visible, np.maximum(self.max_weight**2 + self.tail_p2, self._uniform_weight), 0.0)
+        xp = self._namespace
+        square = xp.maximum(self.max_weight**2 + self.tail_p2, self._uniform_weight)
+        return _array(xp.where(self.visible_keys > 0, square, 0.0))
 
     @property
     def sum_p3(self) -> Array:
@@ -91,34 +140,38 @@ class AttentionStatistics:
     @property
     def effective_keys(self) -> Array:
         """1/Σp²: how many equal weights would be as concentrated; 0 where nothing is visible."""
+        xp = self._namespace
         visible = self.visible_keys > 0
-        return np.where(visible, np.minimum(1.0 / np.where(visible, self.sum_p2, 1.0), self.visible_keys), 0.0)
+        return _array(xp.where(visible, xp.minimum(1.0 / xp.where(visible, self.sum_p2, 1.0), self._keys), 0.0))
 
     @property
     def entropy_ratio(self) -> Array:
         """H/ln n: 1 uniform, 0 one-hot; NaN with fewer than two visible keys."""
+        xp = self._namespace
         several = self.visible_keys > 1
-        return np.where(several, self.entropy / np.log(np.where(several, self.visible_keys, 2)), np.nan)
+        return _array(xp.where(several, self.entropy / xp.log(xp.where(several, self._keys, 2.0)), xp.nan))
 
     @property
     def saturation_index(self) -> Array:
         """ρ = σ/√(2 ln n) with σ the standard deviation of the row's logits; NaN with fewer than two visible keys."""
-        return saturation_index(np.sqrt(self.logit_variance), self.visible_keys)
+        return saturation_index(self._namespace.sqrt(self.logit_variance), self.visible_keys)
 
     @property
     def jacobian_trace(self) -> Array:
         """1 − Σp², the trace of the softmax Jacobian: 0 for one-hot rows; 0 where nothing is visible."""
+        xp = self._namespace
         # 1 − (1−t)² = t(2−t): no cancellation for a small tail t.
         trace = self.tail_weight * (2.0 - self.tail_weight) - self.tail_p2
-        return np.where(self.visible_keys > 0, np.minimum(trace, 1.0 - self._uniform_weight), 0.0)
+        return _array(xp.where(self.visible_keys > 0, xp.minimum(trace, 1.0 - self._uniform_weight), 0.0))
 
     @property
     def jacobian_norm(self) -> Array:
         """√(Σp² − 2Σp³ + (Σp²)²), the Frobenius norm of the softmax Jacobian."""
+        xp = self._namespace
         # With the largest weight a = 1 − t apart: a²t² + Σ'p²(1 + 2a²) − 2Σ'p³ + (Σ'p²)², every part ≥ 0.
         a2 = self.max_weight**2
         square = a2 * self.tail_weight**2 + self.tail_p2 * (1.0 + 2.0 * a2) - 2.0 * self.tail_p3 + self.tail_p2**2
-        return np.asarray(np.sqrt(np.maximum(square, 0.0)))
+        return _array(xp.asarray(xp.sqrt(xp.clip(square, 0.0, None))))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -232,9 +285,12 @@ class Moments:
         return np.asarray(low + 0.5 * (high - low))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class HeadSummary:
     """Row statistics added up per head; summaries of batches or ranks merge into the summary of the whole.
+
+    `rows_seen` of `rows_in_all` rows per head `[H]` are in it. Of a sample the means estimate those of all rows, but
+    `largest` is only a lower bound and `least` an upper one: `is_sample` says so, and the printed table writes "≥".
 
     >>> from sqrtdk import attention
     >>> import numpy as np
@@ -244,18 +300,29 @@ class HeadSummary:
     >>> merged = halves[0].merge(halves[1])
     >>> bool(np.allclose(merged["entropy"].mean, whole["entropy"].mean, rtol=1e-12))
     True
+    >>> merged
+    HeadSummary: 4 heads, 32 of 32 rows each
+    head  entropy_ratio  saturation_index  effective_keys  largest logit
+       0          0.831             0.416            8.06           4.99
+       1          0.851             0.401            8.37           2.85
+       2          0.852             0.378            9.06           3.97
+       3          0.875             0.363            9.39           2.74
     """
 
     moments: dict[str, Moments]
+    rows_seen: Array
+    rows_in_all: Array
 
     @staticmethod
     def of(statistics: AttentionStatistics) -> HeadSummary:
-        """Summarise row statistics `[..., H, L]` (or `[L]`, one head) over batch and rows."""
+        """Summarise row statistics `[..., H, L]` (or `[L]`, one head) over batch and rows; tensors go to the host."""
         if not isinstance(statistics, AttentionStatistics):
             raise InvalidTypeError(f"statistics must be AttentionStatistics, got {type(statistics).__name__}")
+        statistics = statistics.numpy()
         heads = statistics.shape[-2] if len(statistics.shape) > 1 else 1
         queries = statistics.shape[-1]
         batch = math.prod(statistics.shape[:-2])
+        in_all = queries if statistics.sample is None else statistics.sample.rows
         nothing = statistics.visible_keys == 0
         moments = {}
         for name in SUMMARISED:
@@ -264,20 +331,64 @@ class HeadSummary:
                 values = np.where(nothing, np.nan, values)
             by_head = np.moveaxis(values.reshape(batch, heads, queries), 1, 0)
             moments[name] = Moments.of(by_head.reshape(heads, batch * queries))
-        return HeadSummary(moments)
+        return HeadSummary(moments, np.full(heads, batch * queries), np.full(heads, batch * in_all))
 
     def merge(self, other: HeadSummary) -> HeadSummary:
         """The summary of both sets of rows together; counts exactly, floats to about 1e-12."""
         if self.heads != other.heads:
             raise InvalidValueError(f"other must have {self.heads} heads, got {other.heads}")
-        return HeadSummary({name: own.merge(other.moments[name]) for name, own in self.moments.items()})
+        return HeadSummary(
+            moments={name: own.merge(other.moments[name]) for name, own in self.moments.items()},
+            rows_seen=self.rows_seen + other.rows_seen,
+            rows_in_all=self.rows_in_all + other.rows_in_all,
+        )
+
+    def all_reduce(self, group: Any = None) -> HeadSummary:
+        """The summary of all ranks of a torch.distributed process group (None: all), the same bits on every rank.
+
+        Every rank of the group must call it, as often as the others; ranks without rows as well.
+
+        Raises:
+            InvalidValueError: on every rank, if the ranks do not have the same number of heads, or if
+                torch.distributed is not initialised.
+        """
+        reduced: HeadSummary = importlib.import_module("sqrtdk.torch.distributed").all_reduce(self, group)
+        return reduced
 
     @property
     def heads(self) -> int:
         """Number of heads."""
-        return len(self.moments["entropy"].count)
+        return len(self.rows_seen)
+
+    @property
+    def is_sample(self) -> bool:
+        """Whether rows are missing, so that each `largest` is a lower bound and each `least` an upper one."""
+        return bool((self.rows_seen < self.rows_in_all).any())
+
+    def write_largest(self, name: str) -> list[str]:
+        """The largest value of a statistic per head as text, "≥ 7.2" where rows are missing, "-" without rows."""
+        missing = self.rows_seen < self.rows_in_all
+        return [
+            f"{'≥ ' if sampled else ''}{largest:.3g}" if count else "-"
+            for largest, sampled, count in zip(self[name].largest, missing, self[name].count, strict=True)
+        ]
 
     def __getitem__(self, name: str) -> Moments:
         if name not in self.moments:
             raise unknown_name("row statistic", name, list(self.moments))
         return self.moments[name]
+
+    def __repr__(self) -> str:
+        seen, in_all = int(self.rows_seen.max(initial=0)), int(self.rows_in_all.max(initial=0))
+        lines = [
+            f"HeadSummary: {self.heads} heads, {seen} of {in_all} rows each",
+            f"head  {'  '.join(_SHOWN)}  largest logit",
+        ]
+        for head, largest in enumerate(self.write_largest("max_logit")):
+            means = "  ".join(f"{self[name].mean[head]:>{len(name)}.3g}" for name in _SHOWN)
+            lines.append(f"{head:>4}  {means}  {largest:>13}")
+        return "\n".join(lines)
+
+
+# What the printed table shows the mean of.
+_SHOWN = ("entropy_ratio", "saturation_index", "effective_keys")

@@ -7,7 +7,8 @@ Symbols: σ standard deviation of a row's logits, n its visible keys, p its soft
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple
+import sys
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -141,17 +142,25 @@ def jacobian_size(p: npt.ArrayLike) -> JacobianSize:
     return JacobianSize(np.asarray(trace), np.asarray(frobenius), np.asarray(spectral))
 
 
+def namespace_of(array: object) -> Any:
+    """The module whose functions work on the array: torch for its tensors, numpy for all else."""
+    # Never imported here: whoever holds a tensor has loaded it.
+    torch = sys.modules.get("torch")
+    return torch if torch is not None and isinstance(array, torch.Tensor) else np
+
+
 def saturation_index(sigma: npt.ArrayLike, n: npt.ArrayLike) -> Array:
-    """ρ = σ/√(2 ln n); NaN where n ≤ 1, as one key cannot saturate.
+    """ρ = σ/√(2 ln n); NaN where n ≤ 1, as one key cannot saturate. Tensors give a tensor in the precision of σ.
 
     >>> round(float(saturation_index(8.0, 1024)), 3)     # unscaled, dₖ = 64
     2.149
     """
-    sigma = np.asarray(sigma, dtype=np.float64)
-    n = np.asarray(n, dtype=np.float64)
-    several = n > 1
-    width = np.sqrt(2.0 * np.log(np.where(several, n, 2.0)))
-    return np.asarray(np.where(several, sigma / width, np.nan))
+    xp = namespace_of(sigma)
+    std = xp.asarray(sigma, dtype=np.float64 if xp is np else None)
+    keys = xp.asarray(n, dtype=std.dtype)
+    several = keys > 1
+    width = xp.sqrt(2.0 * xp.log(xp.where(several, keys, 2.0)))
+    return cast(Array, xp.asarray(xp.where(several, std / width, xp.nan)))
 
 
 class Condensation(NamedTuple):

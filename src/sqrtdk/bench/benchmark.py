@@ -14,7 +14,8 @@ import numpy as np
 
 from sqrtdk import backends
 from sqrtdk.bench import summary
-from sqrtdk.bench.contenders import Contender, find_contender, peer_versions
+from sqrtdk.bench.contender import Contender
+from sqrtdk.bench.contenders import find_contender, peer_versions
 from sqrtdk.bench.memory import Peak, measure_peak
 from sqrtdk.bench.probes import Probe, Prober, best_of
 from sqrtdk.bench.suites import Suite, choose_suites, memory_lengths
@@ -50,20 +51,20 @@ def run_benchmark(
     seed: int = 0,
     on_step: Tell | None = None,
 ) -> Record:
-    """Time `sqrtdk.attention` on float32 arrays beside its peers, in one process, interleaved.
+    """Time attention in float32, on arrays, on tensors and in a model, beside its peers, in one process, interleaved.
 
     Args:
         suites: names from `suites.SUITES`; None is all of them.
         rounds: rounds per case that should count; None is 15, or 7 if quick.
         threads: threads of everyone; None is what `sqrtdk.backends.threads()` gives.
         backend: the backend of sqrtdk; None is the one it would use.
-        quick: leave out sequences beyond 2048.
+        quick: leave out sequences beyond 2048; the model gets one short one.
         seed: of inputs, orders and resampling.
         on_step: called with a description and the share that is done.
 
     Returns:
         A record of kind ``"bench"`` with the tables ratios, timings, costs, growth, memory and left_out; its curves
-        hold every timing and every probe.
+        hold every timing and every probe. A suite that needs what is not installed is left out by name.
 
     Raises:
         InvalidValueError: an unknown suite or backend, too few rounds, a number of threads that cannot be.
@@ -76,7 +77,8 @@ def run_benchmark(
     with backends.use(backends.current() if backend is None else backend), _threads(threads) as used:
         setting = _Setting(rounds, used, backends.current(), quick, np.random.default_rng(seed))
         present, missing = _find_present(chosen, used, default_threads)
-        found, probes, peaks = _run_suites(chosen, present, setting, on_step or (lambda *_: None))
+        kept, missing = _leave_out(chosen, present, missing)
+        found, probes, peaks = _run_suites(kept, present, setting, on_step or (lambda *_: None))
     spec = {
         "suites": [suite.name for suite in chosen],
         "rounds": rounds,
@@ -136,6 +138,16 @@ def _find_present(
         else:
             missing[name] = why
     return present, missing
+
+
+def _leave_out(
+    suites: Sequence[Suite], present: dict[str, Contender], missing: dict[str, str]
+) -> tuple[list[Suite], dict[str, str]]:
+    """The suites that have somebody to compare, and who is missing: a whole suite, or a contender of another."""
+    kept = [suite for suite in suites if any(name in present for name in suite.subjects)]
+    absent = {f"the suite {suite.name}": missing[suite.subjects[0]] for suite in suites if suite not in kept}
+    wanted = {name for suite in kept for name in suite.contenders}
+    return kept, absent | {name: why for name, why in missing.items() if name in wanted}
 
 
 def _run_suites(

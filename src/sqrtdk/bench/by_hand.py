@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sqrtdk.bench.cases import Array, Inputs
+from sqrtdk.bench.cases import Inputs
+from sqrtdk.bench.task import Array
 
 # Queries in one block of the second pass; n×256 logits of a head stay in the cache up to some thousand keys.
 BLOCK = 256
@@ -26,7 +27,7 @@ class ByHand(NamedTuple):
 
 def attend_in_numpy(inputs: Inputs, visible: Array | None) -> ByHand:
     """The textbook's n×n matrix in NumPy, and every statistic from it."""
-    q, k, v, _ = inputs
+    q, k, v = inputs[:3]
     logits = (q @ k.swapaxes(-1, -2)) * np.float32(1.0 / math.sqrt(q.shape[-1]))
     if visible is not None:
         logits = np.where(visible, logits, np.float32(-np.inf))

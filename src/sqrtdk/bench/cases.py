@@ -6,40 +6,49 @@ Shape legend: B batch, H query heads, G key/value heads, L queries, S keys, D = 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from sqrtdk import backends
 from sqrtdk.attention import attention
-
-Array = npt.NDArray[Any]
+from sqrtdk.bench.task import Answer, Array, Errors, Truth
 
 # Errors are taken over this many queries of every head: the truth in float64 is slow, and rows are independent.
 CHECKED_ROWS = 128
 
 
 class Inputs(NamedTuple):
-    """Arrays of one call: q `[B, H, L, D]`, k and v `[B, G, S, D]` in float32, a boolean mask `[B, 1, 1, S]` if any."""
+    """Arrays of one call: q `[B, H, L, D]`, k and v `[B, G, S, D]` in float32, a boolean mask `[B, 1, 1, S]` if any.
+
+    Where gradients are computed, `grad_output` `[B, H, L, D]` is that of the output.
+    """
 
     q: Array
     k: Array
     v: Array
     mask: Array | None
+    grad_output: Array | None = None
 
 
-class Truth(NamedTuple):
+class OutputTruth(NamedTuple):
     """The answer in float64 for the queries `rows`: output `[B, H, R, D]` and entropy `[B, H, R]`."""
 
     rows: Array
     output: Array
     entropy: Array
 
+    def compare(self, answer: Answer) -> Errors:
+        """Largest absolute errors of output and entropy."""
+        error = float(np.abs(answer.output[:, :, self.rows] - self.output).max())
+        if answer.entropy is None:
+            return Errors(error)
+        return Errors(error, float(np.abs(answer.entropy[:, :, self.rows] - self.entropy).max()))
+
 
 @dataclass(frozen=True)
 class Case:
-    """One computation that every contender is timed on.
+    """Attention of one shape, mask and memory layout.
 
     Args:
         suite: the suite it belongs to.
@@ -69,6 +78,8 @@ class Case:
     by_token: bool = False
     sets: int = 1
     bound_by_reading: bool = False
+
+    error_of: ClassVar[str] = "output"
 
     @property
     def shape(self) -> tuple[int, int, int, int, int, int]:
@@ -107,8 +118,10 @@ class Case:
         """Multiply-adds of both products, hidden pairs left out."""
         return 2 * self.d_k * self.visible_pairs()
 
-    def bytes_of_keys_and_values(self) -> int:
-        """Bytes of k and v in float32."""
+    def bytes_read(self) -> int | None:
+        """Bytes of k and v in float32, if reading them is what takes the time."""
+        if not self.bound_by_reading:
+            return None
         batch, _, groups, _, keys, d_k = self.shape
         return 2 * batch * groups * keys * d_k * 4
 
@@ -125,39 +138,44 @@ class Case:
             seen = inside if seen is None else seen & inside
         return seen
 
+    def shorten(self, longest: int) -> Case | None:
+        """The case itself, unless it has more queries."""
+        return self if self.queries <= longest else None
+
+    def make_inputs(self, rng: np.random.Generator) -> list[Inputs]:
+        """Standard normal q, k, v, one set after another.
+
+        >>> case = Case("real", "by token", 1, 2, 3, 4, by_token=True)
+        >>> q = case.make_inputs(np.random.default_rng(0))[0].q
+        >>> q.shape, q.flags.c_contiguous
+        ((1, 2, 3, 4), False)
+        """
+        _, heads, groups, queries, keys, _ = self.shape
+        mask = None
+        if self.padding is not None:
+            mask = (np.arange(keys) < self.lengths()[:, None])[:, None, None, :]
+        return [
+            Inputs(self.draw(rng, heads, queries), self.draw(rng, groups, keys), self.draw(rng, groups, keys), mask)
+            for _ in range(self.sets)
+        ]
+
+    def draw(self, rng: np.random.Generator, heads: int, length: int) -> Array:
+        """Standard normal numbers `[B, heads, length, D]` in the memory layout of the case."""
+        if self.by_token:
+            return rng.standard_normal((self.batch, length, heads, self.d_k), dtype=np.float32).swapaxes(1, 2)
+        return rng.standard_normal((self.batch, heads, length, self.d_k), dtype=np.float32)
+
+    def compute_truth(self, inputs: Inputs) -> Truth:
+        """The reference's answer in float64 for `CHECKED_ROWS` queries spread evenly, first and last among them."""
+        rows = np.unique(np.linspace(0, self.queries - 1, min(self.queries, CHECKED_ROWS)).round().astype(np.int64))
+        q, k, v = (array.astype(np.float64) for array in (inputs.q[:, :, rows], inputs.k, inputs.v))
+        with backends.use(backends.REFERENCE):
+            exact = attention(q, k, v, mask=self.visible(rows))
+        assert exact.statistics is not None
+        return OutputTruth(rows, exact.output, exact.statistics.entropy)
+
     def _limits(self, rows: Array) -> tuple[Array, Array]:
         bounded = self.causal or self.window is not None
         last = rows if bounded else np.full_like(rows, self.shape[4] - 1)
         first = np.zeros_like(rows) if self.window is None else np.maximum(rows - self.window, 0)
         return first, last
-
-
-def make_inputs(case: Case, rng: np.random.Generator) -> list[Inputs]:
-    """Standard normal q, k, v for a case, one set after another.
-
-    >>> case = Case("real", "by token", 1, 2, 3, 4, by_token=True)
-    >>> q = make_inputs(case, np.random.default_rng(0))[0].q
-    >>> q.shape, q.flags.c_contiguous
-    ((1, 2, 3, 4), False)
-    """
-    batch, heads, groups, queries, keys, d_k = case.shape
-    mask = None
-    if case.padding is not None:
-        mask = (np.arange(keys) < case.lengths()[:, None])[:, None, None, :]
-
-    def draw(heads: int, length: int) -> Array:
-        if case.by_token:
-            return rng.standard_normal((batch, length, heads, d_k), dtype=np.float32).swapaxes(1, 2)
-        return rng.standard_normal((batch, heads, length, d_k), dtype=np.float32)
-
-    return [Inputs(draw(heads, queries), draw(groups, keys), draw(groups, keys), mask) for _ in range(case.sets)]
-
-
-def compute_truth(case: Case, inputs: Inputs) -> Truth:
-    """The reference's answer in float64 for `CHECKED_ROWS` queries spread evenly, the first and the last among them."""
-    rows = np.unique(np.linspace(0, case.queries - 1, min(case.queries, CHECKED_ROWS)).round().astype(np.int64))
-    q, k, v = (array.astype(np.float64) for array in (inputs.q[:, :, rows], inputs.k, inputs.v))
-    with backends.use(backends.REFERENCE):
-        exact = attention(q, k, v, mask=case.visible(rows))
-    assert exact.statistics is not None
-    return Truth(rows, exact.output, exact.statistics.entropy)

@@ -5,65 +5,27 @@ A contender turns the inputs into its own arrays before the clock starts; what i
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib import import_module, metadata
-from typing import Any, NamedTuple
 
 import numpy as np
 
 from sqrtdk.attention import Attention, attention
 from sqrtdk.bench import by_hand
-from sqrtdk.bench.cases import Array, Case, Inputs
+from sqrtdk.bench.cases import Case, Inputs
+from sqrtdk.bench.contender import (
+    PLAIN,
+    TORCH,
+    WITH_STATISTICS,
+    WITHOUT_MASK,
+    Contender,
+    NotForThisCaseError,
+    Run,
+)
+from sqrtdk.bench.model import MODEL_CONTENDERS
+from sqrtdk.bench.task import Answer, Array
+from sqrtdk.bench.tensors import TENSOR_CONTENDERS, tensor_of, tensors_of
 from sqrtdk.errors import unknown_name
-
-PLAIN = "sqrtdk"
-WITH_STATISTICS = "sqrtdk with statistics"
-WITHOUT_MASK = "sqrtdk without the mask"
-TORCH = "torch SDPA"
-SUBJECTS = (PLAIN, WITH_STATISTICS)
-
-Run = Callable[[], Any]
-
-
-class NotForThisCaseError(Exception):
-    """The contender has no way to compute the case; the message says what is missing."""
-
-
-class Answer(NamedTuple):
-    """What a contender computed, as NumPy arrays: output `[B, H, L, D]`, entropy `[B, H, L]` if it has one."""
-
-    output: Array
-    entropy: Array | None = None
-
-
-@dataclass(frozen=True)
-class Contender:
-    """One way to compute a case.
-
-    Args:
-        name: what tables and figures call it.
-        needs: packages that must be installed.
-        prepare: inputs and threads to the call that is timed; raises `NotForThisCaseError`.
-        read: what the call returns to an `Answer`; not timed.
-        takes_threads: False if the library cannot be told how many threads to use.
-    """
-
-    name: str
-    needs: tuple[str, ...]
-    prepare: Callable[[Case, Inputs, int], Run]
-    read: Callable[[Any], Answer]
-    takes_threads: bool = True
-
-    def why_missing(self, threads: int, default_threads: int) -> str | None:
-        """Why the contender cannot take part on this machine; None if it can."""
-        absent = [package for package in self.needs if importlib.util.find_spec(package) is None]
-        if absent:
-            return f"not installed: {', '.join(absent)}"
-        if not self.takes_threads and threads != default_threads:
-            return f"always uses {default_threads} threads here and cannot be told to use {threads}"
-        return None
 
 
 def find_contender(name: str) -> Contender:
@@ -91,7 +53,7 @@ def peer_versions() -> dict[str, str]:
 
 def _prepare_sqrtdk(*, statistics: bool, mask: bool = True) -> Callable[[Case, Inputs, int], Run]:
     def prepare(case: Case, inputs: Inputs, threads: int) -> Run:
-        q, k, v, padding = inputs
+        q, k, v, padding = inputs[:4]
         options = case.options()
         if padding is not None and mask:
             options["mask"] = padding
@@ -104,24 +66,10 @@ def _read_sqrtdk(result: Attention) -> Answer:
     return Answer(result.output, None if result.statistics is None else result.statistics.entropy)
 
 
-def _prepare_torch(case: Case, inputs: Inputs, threads: int) -> Run:
-    from torch.nn.functional import scaled_dot_product_attention
-
-    q, k, v = _tensors(inputs)
-    options: dict[str, Any] = {}
-    if case.window is not None or case.padding is not None:
-        options["attn_mask"] = _tensor_of(case.visible())
-    elif case.causal:
-        options["is_causal"] = True
-    if q.shape[1] != k.shape[1]:
-        options["enable_gqa"] = True
-    return lambda: scaled_dot_product_attention(q, k, v, **options)
-
-
 def _prepare_torch_matrix(case: Case, inputs: Inputs, threads: int) -> Run:
     _require_equal_heads(case)
-    q, k, v = _tensors(inputs)
-    visible = _tensor_of(case.visible())
+    q, k, v = tensors_of(inputs)
+    visible = tensor_of(case.visible())
     return lambda: by_hand.attend_in_torch(q, k, v, visible)
 
 
@@ -129,7 +77,7 @@ def _prepare_two_passes(case: Case, inputs: Inputs, threads: int) -> Run:
     _require_equal_heads(case)
     if case.window is not None or case.padding is not None:
         raise NotForThisCaseError("the second pass is written for full and causal attention")
-    q, k, v = _tensors(inputs)
+    q, k, v = tensors_of(inputs)
     return lambda: by_hand.attend_in_two_passes(q, k, v, case.causal)
 
 
@@ -209,16 +157,6 @@ def _require_equal_heads(case: Case) -> None:
         raise NotForThisCaseError("timed with as many key/value heads as query heads only")
 
 
-def _tensors(inputs: Inputs) -> list[Any]:
-    return [_tensor_of(array) for array in inputs[:3]]
-
-
-def _tensor_of(array: Array | None) -> Any:
-    import torch
-
-    return None if array is None else torch.from_numpy(array)
-
-
 def _by_token(array: Array) -> Array:
     return np.ascontiguousarray(array.swapaxes(1, 2))
 
@@ -231,7 +169,8 @@ CONTENDERS: Sequence[Contender] = (
     Contender(PLAIN, (), _prepare_sqrtdk(statistics=False), _read_sqrtdk),
     Contender(WITH_STATISTICS, (), _prepare_sqrtdk(statistics=True), _read_sqrtdk),
     Contender(WITHOUT_MASK, (), _prepare_sqrtdk(statistics=False, mask=False), _read_sqrtdk),
-    Contender(TORCH, ("torch",), _prepare_torch, lambda result: Answer(result.numpy())),
+    *TENSOR_CONTENDERS,
+    *MODEL_CONTENDERS,
     Contender("onnxruntime", ("onnxruntime", "onnx"), _prepare_onnxruntime, _read_onnxruntime),
     Contender("OpenVINO", ("openvino",), _prepare_openvino, lambda result: Answer(np.asarray(result))),
     Contender(

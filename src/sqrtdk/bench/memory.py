@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from sqrtdk import backends
-from sqrtdk.bench.cases import Case, make_inputs
-from sqrtdk.bench.contenders import MATRICES, Contender, find_contender
+from sqrtdk.bench.cases import Case
+from sqrtdk.bench.contender import Contender
+from sqrtdk.bench.contenders import MATRICES, find_contender
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 # Contenders that hold the n×n matrix hold it about so often: logits, weights and temporaries, in float32.
@@ -71,7 +72,7 @@ def print_peak(task: str) -> None:
 def _rise_of_peak(contender: Contender, n: int, threads: int) -> int:
     rng = np.random.default_rng(0)
     runs = [
-        contender.prepare(case, make_inputs(case, rng)[0], threads)
+        contender.prepare(case, case.make_inputs(rng)[0], threads)
         for case in (Case("memory", "tiny", 1, 1, 1, D_K), Case("memory", "whole", 1, 1, n, D_K))
     ]
     runs[0]()

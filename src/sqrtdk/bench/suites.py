@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from sqrtdk.bench.cases import Case
-from sqrtdk.bench.contenders import BY_HAND, FUSED, MATRICES, PLAIN, TORCH, WITH_STATISTICS, WITHOUT_MASK
+from sqrtdk.bench.contender import (
+    MODEL,
+    MODEL_PEERS,
+    PLAIN,
+    SUBJECTS,
+    TENSORS,
+    TENSORS_BACKWARD,
+    TENSORS_WITH_STATISTICS,
+    TORCH,
+    TORCH_BACKWARD,
+    WITH_STATISTICS,
+    WITHOUT_MASK,
+)
+from sqrtdk.bench.contenders import BY_HAND, FUSED, MATRICES
+from sqrtdk.bench.model import ModelCase
+from sqrtdk.bench.task import Task
+from sqrtdk.bench.tensors import BackwardCase
 from sqrtdk.errors import unknown_name
 
 _SQUARES = ((8, 8, 128, 64), (1, 8, 512, 64), (1, 8, 2048, 64), (1, 4, 4096, 128))
@@ -15,6 +31,8 @@ _LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 _WINDOW = 256
 # Longer ones are left out of a quick run.
 _QUICK_LENGTH = 2048
+_TENSORS = (TENSORS, TENSORS_WITH_STATISTICS, TORCH)
+_BACKWARD = (TENSORS_BACKWARD, TORCH_BACKWARD)
 
 
 @dataclass(frozen=True)
@@ -23,14 +41,23 @@ class Suite:
 
     name: str
     about: str
-    cases: Sequence[Case] = ()
+    cases: Sequence[Task] = ()
     contenders: Sequence[str] = ()
 
-    def contenders_for(self, case: Case) -> list[str]:
+    @property
+    def subjects(self) -> list[str]:
+        """Those whose times are set against the others'."""
+        return [name for name in self.contenders if name in SUBJECTS]
+
+    def contenders_for(self, case: Task) -> list[str]:
         """Who is timed on one of the cases."""
+        if isinstance(case, BackwardCase):
+            return [name for name in self.contenders if name in _BACKWARD]
+        left_away = set(_BACKWARD)
         # A mask that hides something changes the answer, so only one that hides nothing can be left away.
-        left_away = {WITHOUT_MASK} if case.padding != 0.0 else set()
-        if case.suite == "growth" and case.window is not None:
+        if not isinstance(case, Case) or case.padding != 0.0:
+            left_away.add(WITHOUT_MASK)
+        if isinstance(case, Case) and case.suite == "growth" and case.window is not None:
             left_away |= {WITH_STATISTICS, TORCH}  # torch would need the n×n mask
         return [name for name in self.contenders if name not in left_away]
 
@@ -55,22 +82,14 @@ def memory_lengths(*, quick: bool = False) -> list[int]:
 
 
 def _shorten(suite: Suite) -> Suite:
-    kept = [case for case in suite.cases if case.queries <= _QUICK_LENGTH]
-    return Suite(suite.name, suite.about, kept, suite.contenders)
+    short = (case.shorten(_QUICK_LENGTH) for case in suite.cases)
+    return replace(suite, cases=[case for case in short if case is not None])
 
 
-def _squares() -> list[Case]:
+def _squares(suite: str, count: int | None = None) -> list[Case]:
     return [
-        Case("square", f"{b}×{h}×{n}×{d} {'causal' if causal else 'full'}", b, h, n, d, causal=causal)
-        for b, h, n, d in _SQUARES
-        for causal in (False, True)
-    ]
-
-
-def _by_hand() -> list[Case]:
-    return [
-        Case("statistics", f"{b}×{h}×{n}×{d} {'causal' if causal else 'full'}", b, h, n, d, causal=causal)
-        for b, h, n, d in _SQUARES[:3]
+        Case(suite, f"{b}×{h}×{n}×{d} {'causal' if causal else 'full'}", b, h, n, d, causal=causal)
+        for b, h, n, d in _SQUARES[:count]
         for causal in (False, True)
     ]
 
@@ -95,6 +114,22 @@ def _real() -> list[Case]:
     ]
 
 
+def _tensors() -> list[Case]:
+    """Forward on all, then forward and backward on all; of the real ones, those of each layout, group and mask."""
+    token: dict[str, Any] = {"by_token": True}
+    forward = [
+        *_squares("tensors"),
+        Case("tensors", "vision, L 197, D 64, [B, L, H, D]", 8, 12, 197, 64, **token),
+        Case("tensors", "language, L 512, D 96, causal, [B, L, H, D]", 1, 32, 512, 96, causal=True, **token),
+        Case(
+            "tensors", "GQA 32/8, L 512, D 128, causal, [B, L, H, D]", 1, 32, 512, 128, groups=8, causal=True, **token
+        ),
+        Case("tensors", "padded by up to half, L 512, D 64, [B, L, H, D]", 8, 12, 512, 64, padding=0.5, **token),
+    ]
+    backward = [replace(case, name=f"{case.name}, with gradients") for case in forward]
+    return [*forward, *(BackwardCase(**asdict(case)) for case in backward)]
+
+
 def _growing() -> list[Case]:
     plain = [Case("growth", f"full, N {n}", 1, 1, n, 64) for n in _LENGTHS]
     return plain + [
@@ -114,10 +149,17 @@ def _tiny() -> list[Case]:
 
 
 SUITES = (
-    Suite("square", "B×H×N×D, full and causal", _squares(), (PLAIN, WITH_STATISTICS, *FUSED)),
-    Suite("statistics", "all statistics, against computing them by hand", _by_hand(), (WITH_STATISTICS, *BY_HAND)),
+    Suite("square", "B×H×N×D, full and causal", _squares("square"), (PLAIN, WITH_STATISTICS, *FUSED)),
+    Suite(
+        "statistics",
+        "all statistics, against computing them by hand",
+        _squares("statistics", 3),
+        (WITH_STATISTICS, *BY_HAND),
+    ),
     Suite("real", "shapes, layouts and masks of models", _real(), (PLAIN, WITH_STATISTICS, WITHOUT_MASK, *FUSED)),
-    Suite("overhead", "a call on next to nothing", _tiny(), (PLAIN, WITH_STATISTICS, TORCH)),
+    Suite("overhead", "a call on next to nothing", _tiny(), (PLAIN, WITH_STATISTICS, *_TENSORS)),
+    Suite("tensors", "tensors, forward, and forward and backward", _tensors(), (*_TENSORS, *_BACKWARD)),
+    Suite("model", "a whole model, its attention exchanged", [ModelCase(4, 512)], (MODEL, *MODEL_PEERS)),
     Suite("growth", "time over N as a power", _growing(), (PLAIN, WITH_STATISTICS, TORCH)),
     Suite("memory", "peak memory beyond inputs and results", (), (PLAIN, WITH_STATISTICS, TORCH, *MATRICES)),
 )

@@ -8,10 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from sqrtdk.bench.cases import Array
-from sqrtdk.bench.contenders import PLAIN, SUBJECTS, WITH_STATISTICS, WITHOUT_MASK
+from sqrtdk.bench.cases import Case
+from sqrtdk.bench.contender import (
+    PLAIN,
+    SUBJECTS,
+    TENSORS,
+    TENSORS_WITH_STATISTICS,
+    WITH_STATISTICS,
+    WITHOUT_MASK,
+)
 from sqrtdk.bench.memory import Peak
 from sqrtdk.bench.probes import Probe
+from sqrtdk.bench.task import Array
 from sqrtdk.bench.timing import Measurement, Ratio, is_enough
 
 Rows = list[dict[str, Any]]
@@ -36,6 +44,7 @@ def tabulate_ratios(found: Sequence[Measurement], best: Probe, rng: np.random.Ge
                         "low": ratio.low,
                         "high": ratio.high,
                         "outcome": judge(ratio),
+                        "error_of": one.case.error_of,
                         "error": one.error[subject],
                         "peer_error": one.error[peer],
                         "rounds": int(good.sum()),
@@ -61,19 +70,20 @@ def tabulate_timings(found: Sequence[Measurement], best: Probe) -> Rows:
     rows = []
     for one in found:
         good = one.good_rounds(best)
-        work, read = one.case.multiply_adds(), one.case.bytes_of_keys_and_values()
+        work, read = one.case.multiply_adds(), one.case.bytes_read()
+        computes = read is None
         for name in one.seconds:
             seconds = one.median_seconds(name, best)
-            reads = one.case.bound_by_reading
             rows.append(
                 {
                     "suite": one.case.suite,
                     "case": one.case.name,
                     "contender": name,
                     "milliseconds": None if seconds is None else 1e3 * seconds,
-                    "share_of_peak": None if reads else one.share(name, "multiply_adds", work, best),
-                    "share_of_gemm": None if reads else one.share(name, "gemm", work, best),
-                    "share_of_reading": one.share(name, "bytes_read", read, best) if reads else None,
+                    "share_of_peak": one.share(name, "multiply_adds", work, best) if computes else None,
+                    "share_of_gemm": one.share(name, "gemm", work, best) if computes else None,
+                    "share_of_reading": None if read is None else one.share(name, "bytes_read", read, best),
+                    "error_of": one.case.error_of,
                     "error": one.error[name],
                     "entropy_error": one.entropy_error.get(name),
                     "rounds": int(good.sum()),
@@ -86,7 +96,11 @@ def tabulate_timings(found: Sequence[Measurement], best: Probe) -> Rows:
 def tabulate_costs(found: Sequence[Measurement], best: Probe, rng: np.random.Generator) -> Rows:
     """What statistics and a mask add to the time, in percent."""
     rows = []
-    pairs = {"all statistics": (PLAIN, WITH_STATISTICS), "a boolean mask": (WITHOUT_MASK, PLAIN)}
+    pairs = {
+        "all statistics": (PLAIN, WITH_STATISTICS),
+        "all statistics, tensors": (TENSORS, TENSORS_WITH_STATISTICS),
+        "a boolean mask": (WITHOUT_MASK, PLAIN),
+    }
     for one in found:
         for what, (without, with_it) in pairs.items():
             if without in one.seconds and with_it in one.seconds:
@@ -99,18 +113,17 @@ def tabulate_costs(found: Sequence[Measurement], best: Probe, rng: np.random.Gen
 
 def tabulate_growth(found: Sequence[Measurement], peaks: Sequence[Peak], best: Probe, rng: np.random.Generator) -> Rows:
     """The power of N, or of the window, that time and memory grow with: the slope of a line through the logarithms."""
-    growing = [one for one in found if one.case.suite == "growth" and is_enough(one.good_rounds(best))]
-    longest = max((one.case.queries for one in growing), default=0)
-    full = [one for one in growing if one.case.window is None]
-    windows = [one for one in growing if one.case.window is not None]
-    at_longest = [one for one in windows if one.case.queries == longest]
+    growing = [(case, one) for case, one in _of_growth(found) if is_enough(one.good_rounds(best))]
+    longest = max((case.queries for case, _ in growing), default=0)
     # The window that every N is timed with.
-    common = {one.case.window for one in windows if one.case.queries != longest}
-    over_n = [one for one in windows if one.case.window in common]
+    common = {case.window for case, _ in growing if case.window is not None and case.queries != longest}
+    full = [(case.queries, one) for case, one in growing if case.window is None]
+    over_n = [(case.queries, one) for case, one in growing if case.window in common]
+    at_longest = [(case.window, one) for case, one in growing if case.window is not None and case.queries == longest]
     rows = [
-        *_time_slopes("time, full", "N", full, [one.case.queries for one in full], best, rng),
-        *_time_slopes("time, window", "N", over_n, [one.case.queries for one in over_n], best, rng),
-        *_time_slopes("time, window", "window", at_longest, [one.case.window or 0 for one in at_longest], best, rng),
+        *_time_slopes("time, full", "N", full, best, rng),
+        *_time_slopes("time, window", "N", over_n, best, rng),
+        *_time_slopes("time, window", "window", at_longest, best, rng),
     ]
     for name in dict.fromkeys(peak.contender for peak in peaks):
         known = [peak for peak in peaks if peak.contender == name and peak.extra_bytes]
@@ -123,17 +136,19 @@ def tabulate_growth(found: Sequence[Measurement], peaks: Sequence[Peak], best: P
 def trace_growth(found: Sequence[Measurement], best: Probe) -> list[dict[str, Any]]:
     """Times over N for the figure, one curve per contender and per kind of visibility."""
     curves: dict[tuple[str, int | None], dict[str, Any]] = {}
-    for one in found:
-        if one.case.suite != "growth":
-            continue
+    for case, one in _of_growth(found):
         for name in one.seconds:
             seconds = one.median_seconds(name, best)
             curve = curves.setdefault(
-                (name, one.case.window), {"contender": name, "window": one.case.window, "n": [], "milliseconds": []}
+                (name, case.window), {"contender": name, "window": case.window, "n": [], "milliseconds": []}
             )
-            curve["n"].append(one.case.queries)
+            curve["n"].append(case.queries)
             curve["milliseconds"].append(None if seconds is None else 1e3 * seconds)
     return [curve for curve in curves.values() if len(curve["n"]) > 1]
+
+
+def _of_growth(found: Sequence[Measurement]) -> list[tuple[Case, Measurement]]:
+    return [(one.case, one) for one in found if isinstance(one.case, Case) and one.case.suite == "growth"]
 
 
 def fit_slope(x: Sequence[float], y: Sequence[float]) -> float:
@@ -146,13 +161,14 @@ def fit_slope(x: Sequence[float], y: Sequence[float]) -> float:
 
 
 def _time_slopes(
-    what: str, over: str, found: Sequence[Measurement], x: Sequence[int], best: Probe, rng: np.random.Generator
+    what: str, over: str, found: Sequence[tuple[int, Measurement]], best: Probe, rng: np.random.Generator
 ) -> Rows:
+    x = [size for size, _ in found]
     if len(set(x)) < 2:
         return []
     rows = []
-    for name in found[0].seconds:
-        times = [np.array(one.seconds[name])[one.good_rounds(best)] for one in found]
+    for name in found[0][1].seconds:
+        times = [np.array(one.seconds[name])[one.good_rounds(best)] for _, one in found]
         slope = fit_slope(x, [float(np.median(values)) for values in times])
         slopes = [fit_slope(x, [_resampled_median(values, rng) for values in times]) for _ in range(_RESAMPLES)]
         low, high = np.quantile(slopes, [0.025, 0.975])

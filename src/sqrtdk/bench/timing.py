@@ -7,23 +7,26 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from sqrtdk.bench.cases import Array, Case, Inputs, Truth, compute_truth, make_inputs
-from sqrtdk.bench.contenders import SUBJECTS, WITHOUT_MASK, Answer, Contender, NotForThisCaseError, Run
+from sqrtdk.bench.contender import SUBJECTS, WITHOUT_MASK, Contender, NotForThisCaseError, Run
 from sqrtdk.bench.probes import Probe, Prober, best_of, is_good
+from sqrtdk.bench.task import Array, Task
 
 # A timing lasts at least this long, so that the clock and the loop around the call do not show.
 _LEAST_SECONDS = 0.002
 # Below this, one call goes before the clock starts: what the last contender left in caches and on cores is not its own.
 _SHORT_SECONDS = 0.02
+# Above this, one call tells how long it takes.
+_LONG_SECONDS = 0.5
 # Rejected rounds are repeated, but not for ever.
 _MOST_ATTEMPTS = 3
 # Fewer make no interval worth the name.
 FEWEST_ROUNDS = 5
-# Outputs are averages of standard normal values; a contender this far off computes something else.
+# Outputs are averages of standard normal values, other errors are relative; a contender this far off computes
+# something else.
 _LARGEST_ERROR = 1e-3
 _RESAMPLES = 2000
 
@@ -38,13 +41,13 @@ class Ratio(NamedTuple):
 
 @dataclass
 class Measurement:
-    """Every timing of one case.
+    """Every timing of one task.
 
     `seconds` has one entry per round for each contender, `probes` one more than there are rounds: one before each and
     one after the last. `repeats` calls make one timing. `left_out` says who does not take part and why.
     """
 
-    case: Case
+    case: Task
     repeats: int
     seconds: dict[str, list[float]]
     probes: list[Probe]
@@ -100,7 +103,7 @@ def bootstrap_median(values: Array, rng: np.random.Generator) -> Ratio:
 
 
 def measure(
-    case: Case,
+    case: Task,
     contenders: Sequence[Contender],
     prober: Prober,
     *,
@@ -117,10 +120,11 @@ def measure(
         threads: what contenders are told.
         on_round: called before each round with its index.
     """
-    sets = make_inputs(case, rng)
+    sets = case.make_inputs(rng)
+    reading = case.bytes_read() is not None
     runs, found = _prepare_all(case, sets, contenders, threads)
     found.repeats, warm_up = _choose_repeats(runs, case.sets)
-    found.probes.append(prober.probe(reading=case.bound_by_reading))
+    found.probes.append(prober.probe(reading=reading))
     # Numbers count at the end, when the best probe of the whole run is known; here they only say when to stop.
     while found.good_rounds(best_of(prober.results)).sum() < rounds:
         done = len(found.probes) - 1
@@ -131,14 +135,14 @@ def measure(
         for name in rng.permutation(sorted(runs)):
             prober.settle()
             found.seconds[name].append(_time(runs[name], found.repeats, warm_up))
-        found.probes.append(prober.probe(reading=case.bound_by_reading))
+        found.probes.append(prober.probe(reading=reading))
     return found
 
 
 def _prepare_all(
-    case: Case, sets: Sequence[Inputs], contenders: Sequence[Contender], threads: int
+    case: Task, sets: Sequence[Any], contenders: Sequence[Contender], threads: int
 ) -> tuple[dict[str, Run], Measurement]:
-    truth = compute_truth(case, sets[0])
+    truth = case.compute_truth(sets[0])
     found = Measurement(case, 1, {}, [], {}, {})
     runs: dict[str, Run] = {}
     for contender in contenders:
@@ -154,7 +158,7 @@ def _prepare_all(
                 raise
             found.left_out[contender.name] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             continue
-        off, entropy_error = _compare(answer, truth)
+        off, entropy_error = truth.compare(answer)
         if not off <= _LARGEST_ERROR:  # NaN too
             found.left_out[contender.name] = f"its answer is off by {off:.1e}"
             continue
@@ -173,19 +177,16 @@ def _take_turns(calls: Sequence[Run]) -> Run:
     return lambda: next(endless)()
 
 
-def _compare(answer: Answer, truth: Truth) -> tuple[float, float | None]:
-    """Largest absolute errors of output and entropy."""
-    error = float(np.abs(answer.output[:, :, truth.rows] - truth.output).max())
-    if answer.entropy is None:
-        return error, None
-    return error, float(np.abs(answer.entropy[:, :, truth.rows] - truth.entropy).max())
-
-
 def _choose_repeats(runs: dict[str, Run], sets: int) -> tuple[int, bool]:
     """How many calls make a timing, and whether one goes before; the same for everyone, by the fastest."""
-    fastest = min((min(_time(run, 1, True) for _ in range(3)) for run in runs.values()), default=_LEAST_SECONDS)
+    fastest = min(map(_estimate, runs.values()), default=_LEAST_SECONDS)
     # With several sets of inputs each is used equally often.
     return sets * math.ceil(_LEAST_SECONDS / fastest / sets), fastest < _SHORT_SECONDS
+
+
+def _estimate(run: Run) -> float:
+    once = _time(run, 1, False)
+    return once if once > _LONG_SECONDS else min(_time(run, 1, True) for _ in range(3))
 
 
 def _time(run: Run, repeats: int, warm_up: bool) -> float:

@@ -42,7 +42,7 @@ def _loss(value: float | None) -> str:
     return "∞" if value is None else f"{value:.2g}"
 
 
-def _require_runs(rows: Iterable[Mapping[str, Any]]) -> None:
+def require_runs(rows: Iterable[Mapping[str, Any]]) -> None:
     """Without any finished run there is nothing to decide by; the store or the record has the message of each."""
     if any(row["n"] == 0 for row in rows):
         raise SqrtdkError("every training run of a setting failed; `sqrtdk ablate --json` shows their messages")
@@ -56,7 +56,7 @@ def _require_runs(rows: Iterable[Mapping[str, Any]]) -> None:
 )
 def _trained(effort: Effort) -> Finding:
     stages = {stage["stage"]: stage for stage in run_trained_swap(effort).tables["summary"]}
-    _require_runs(stages.values())
+    require_runs(stages.values())
     trained, swapped, continued, scratch = (stages[name] for name in ("trained", "swapped", "continued", "scratch"))
     learned, stays, recovers, starts = (
         stage["solved_fraction"] >= 0.5 for stage in (trained, swapped, continued, scratch)
@@ -78,7 +78,7 @@ def _trained(effort: Effort) -> Finding:
         f"scale then removed {_loss(swapped['loss_median'])}, trained on without {_loss(continued['loss_median'])}; "
         f"without from the start {_loss(scratch['loss_median'])} (chance {RunSpec().make_task().chance_loss:.2g})",
         verdict,
-        why if learned else _UNDECIDED.format(steps=effort.steps),
+        why if learned else UNDECIDED.format(steps=effort.steps),
         {name: {key: stage[key] for key in ("loss_median", "solved_fraction", "n")} for name, stage in stages.items()},
     )
 
@@ -86,7 +86,7 @@ def _trained(effort: Effort) -> Finding:
 @claim("grad.learning", "all", "without scaling, learning slows or fails", trains=True)
 def _learning(effort: Effort) -> Finding:
     record = run_learning_ablation(effort)
-    _require_runs(record.tables["best"])
+    require_runs(record.tables["best"])
     best = {(row["scale"], row["init"]): row for row in record.tables["best"]}
     none, sqrt, inverse = (best[name, "unit"] for name in ("none", "sqrt", "inverse"))
     absorbed = best["none", "absorbed"]
@@ -112,7 +112,7 @@ def _learning(effort: Effort) -> Finding:
         f"{sqrt['n']} seeds: {listed}; none above √dₖ in {paired['higher']} of {paired['n']} pairs "
         f"(Wilcoxon p = {paired['wilcoxon_p']:.2g})",
         ("depends" if control_learns or not learned else "holds") if fails or not learned else "wrong",
-        _explain_learning(fails, control_learns) if learned else _UNDECIDED.format(steps=effort.steps),
+        _explain_learning(fails, control_learns) if learned else UNDECIDED.format(steps=effort.steps),
         {
             f"{scale},{init}": {key: row[key] for key in ("lr", "final_loss_median", "solved_fraction", "n")}
             for (scale, init), row in best.items()
@@ -120,7 +120,7 @@ def _learning(effort: Effort) -> Finding:
     )
 
 
-_UNDECIDED = "In {steps} steps not even the models with 1/√dₖ learn the task: more steps are needed to decide."
+UNDECIDED = "In {steps} steps not even the models with 1/√dₖ learn the task: more steps are needed to decide."
 
 
 def _explain_learning(fails: bool, control_learns: bool) -> str:

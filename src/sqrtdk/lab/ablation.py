@@ -67,6 +67,7 @@ def _read(task: Task, best: Sequence[Mapping[str, Any]], comparisons: Sequence[M
     sentences = [
         f"{task.solved_when[0].upper()}{task.solved_when[1:]}.",
         *(_read_setting(row) for row in best),
+        *(_read_learned(row) for row in best if row.get("temperature_median") is not None),
         *(_read_comparison(row) for row in comparisons if row["basis"] == basis),
         "Brackets hold the lower and upper quartile over the seeds, not a confidence interval; p-values are exact, "
         "two-sided, paired by seed and not corrected for the number of comparisons.",
@@ -121,6 +122,21 @@ def _read_setting(row: Mapping[str, Any]) -> str:
     return (
         f"{_name(row)}: median held-out loss {show_loss(row['final_loss_median'])} "
         f"[{show_loss(low)}, {show_loss(high)}], solved by {solved} of {row['n']} seeds{pace}{lost}."
+    )
+
+
+def _read_learned(row: Mapping[str, Any]) -> str:
+    least, largest = row["temperature_range"]
+    spread = row["temperature_spread_median"]
+    return (
+        f"{_name(row)}: the temperature went from 1 to {row['temperature_median']:.3f} times √dₖ (median of the runs' "
+        f"means), the heads from {least:.3f} to {largest:.3f}"
+        + (
+            f"; over the queries of a head ln τ has a standard deviation of {spread:.2g} (0 at the start)"
+            if spread
+            else ""
+        )
+        + "."
     )
 
 

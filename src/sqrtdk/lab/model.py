@@ -1,4 +1,4 @@
-"""The small causal transformer that is trained, with a scaling policy that can be swapped and weights that pair up.
+"""The small causal transformer that is trained, with a scale that can be swapped and weights that pair up.
 
 Shapes: B sequences, H heads, L positions (queries and keys), D = dₖ.
 """
@@ -16,7 +16,9 @@ from torch.nn import functional
 
 from sqrtdk.lab.spec import RunSpec
 from sqrtdk.lab.tasks import Task
-from sqrtdk.scales import Policy, ScaleContext, resolve
+from sqrtdk.scales import LEARNABLE, Policy, ScaleContext, resolve
+from sqrtdk.torch.nn import make_learnable
+from sqrtdk.torch.scales import LearnableScale, TensorContext
 
 _WEIGHT_STREAM = 1
 _QUERY_KEY_STREAM = 2
@@ -24,10 +26,22 @@ _QUERY_KEY_STREAM = 2
 
 @dataclass(frozen=True)
 class SeenAttention:
-    """What one layer's attention did in a pass: `[B, H, L, L]` each; logits are finite above the diagonal too."""
+    """What one layer's attention did in a pass: `[B, H, L, L]` each; logits are finite above the diagonal too.
+
+    `factor` is what multiplied q·k, a number or a tensor that broadcasts to `[B, H, L, 1]`.
+    """
 
     logits: Tensor
     weights: Tensor
+    factor: float | Tensor = 1.0
+
+
+@dataclass(frozen=True)
+class _Fixed:
+    """A policy without parameters to train, and its factor at this dₖ and length."""
+
+    policy: Policy
+    factor: float | Tensor
 
 
 def draw_query_key(rng: np.random.Generator, init: str, d_out: int, d_in: int, d_k: int) -> Tensor:
@@ -53,6 +67,7 @@ class _Block(nn.Module):
         super().__init__()
         d_model, d_out = spec.d_model, spec.heads * spec.d_k
         self.heads = spec.heads
+        self.learnable = nn.ModuleDict()
         self.w_q = nn.Parameter(draw_query_key(query_key_rng, spec.init, d_out, d_model, spec.d_k))
         self.w_k = nn.Parameter(draw_query_key(query_key_rng, spec.init, d_out, d_model, spec.d_k))
         self.w_v = _draw(rng, d_model, d_model)
@@ -60,18 +75,26 @@ class _Block(nn.Module):
         self.w_in = _draw(rng, spec.feedforward, d_model) if spec.feedforward else None
         self.w_out = _draw(rng, d_model, spec.feedforward) if spec.feedforward else None
 
-    def forward(
-        self, x: Tensor, policy: Policy, factor: float | Tensor, hidden: Tensor
-    ) -> tuple[Tensor, SeenAttention]:
+    def forward(self, x: Tensor, scale: str | _Fixed, hidden: Tensor) -> tuple[Tensor, SeenAttention]:
         normed = _normalise(x)
-        q, k = policy.prepare(self._split(normed @ self.w_q.T), self._split(normed @ self.w_k.T))
+        q, k, factor = self._scaled(scale, self._split(normed @ self.w_q.T), self._split(normed @ self.w_k.T))
         logits = (q @ k.transpose(-1, -2)) * factor
         weights = logits.masked_fill(hidden, -math.inf).softmax(dim=-1)
         mixed = weights @ self._split(normed @ self.w_v.T)
         x = x + mixed.transpose(1, 2).reshape(x.shape) @ self.w_o.T
         if self.w_in is not None and self.w_out is not None:
             x = x + functional.gelu(_normalise(x) @ self.w_in.T) @ self.w_out.T
-        return x, SeenAttention(logits, weights)
+        return x, SeenAttention(logits, weights, factor)
+
+    def _scaled(self, scale: str | _Fixed, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, float | Tensor]:
+        """What enters the product, and what multiplies it."""
+        if isinstance(scale, _Fixed):
+            return *scale.policy.prepare(q, k), scale.factor
+        module = self.learnable[scale]
+        assert isinstance(module, LearnableScale)
+        length = q.shape[-2]
+        context = TensorContext(q, lambda: torch.arange(length), lambda: torch.arange(1, length + 1))
+        return *module.prepare(q, k), module.factor(context).unsqueeze(-1)
 
     def _split(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:-1], self.heads, -1).transpose(1, 2)
@@ -82,7 +105,8 @@ class Transformer(nn.Module):
 
     Embeddings and positions have unit variance, all other weights variance 1/fan-in, W_q and W_k as `init` says.
     The seed draws W_q and W_k from a stream of their own: with one seed, runs that differ in scale or init
-    have all other weights in common, to the bit.
+    have all other weights in common, to the bit. A scale that learns has a module in each block, which begins as a
+    constant and draws nothing.
     """
 
     def __init__(self, spec: RunSpec, task: Task) -> None:
@@ -95,24 +119,35 @@ class Transformer(nn.Module):
         self.unembedding = _draw(rng, task.alphabet, spec.d_model)
         self.answers = task.answers
         self._d_k = spec.d_k
+        self._heads = spec.heads
         self._hidden = torch.ones(task.length, task.length, dtype=torch.bool).triu(1)
-        self.set_scale(spec.scale)
+        # Both, so that an optimiser of all parameters knows the modules before a swap.
+        for scale in (spec.start_scale, spec.scale):
+            if scale is not None:
+                self.set_scale(scale)
 
     def set_scale(self, scale: str) -> None:
-        """Use another scaling policy from here on; the weights stay."""
+        """Use another scale from here on; the weights stay, and a module that has learned goes on where it was."""
+        if scale in LEARNABLE:
+            for block in self.blocks:
+                assert isinstance(block, _Block)
+                if scale not in block.learnable:
+                    block.learnable[scale] = make_learnable(scale, self._d_k, self._heads)
+            self._scale: str | _Fixed = scale
+            return
         length = len(self._hidden)
-        self.policy = resolve(scale)
+        policy = resolve(scale)
         context = ScaleContext(
             d_k=self._d_k, positions=np.arange(length), count_visible=lambda: np.arange(1, length + 1)
         )
-        self._factor = _as_multiplier(self.policy.factor(context))
+        self._scale = _Fixed(policy, _as_multiplier(policy.factor(context)))
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, list[SeenAttention]]:
         """Tokens `[B, L]` to the answers' scores `[B, T, alphabet]`, and what each layer's attention did."""
         x = self.embedding[tokens] + self.positions
         seen = []
         for block in self.blocks:
-            x, seen_here = block(x, self.policy, self._factor, self._hidden)
+            x, seen_here = block(x, self._scale, self._hidden)
             seen.append(seen_here)
         return _normalise(x[:, -self.answers :]) @ self.unembedding.T, seen
 
@@ -164,4 +199,28 @@ def describe_attention(seen: list[SeenAttention]) -> dict[str, float]:
             "entropy_ratio": float((entropy / n.log()).mean()),
             "saturation_index": float(index.mean()),
             "jacobian_trace": float(trace.mean()),
+        }
+
+
+def describe_temperature(seen: list[SeenAttention], d_k: int) -> dict[str, Any]:
+    """How far the temperatures are from √dₖ, over layers, heads, sequences and queries that see two keys or more.
+
+    Returns:
+        `temperature` τ/√dₖ, the geometric mean of all; `temperatures`, the geometric means of the heads, layer by
+        layer, with `temperature_least` and `temperature_largest`; `temperature_spread`, the standard deviation of ln τ
+        over the queries of a head (root mean square over heads).
+    """
+    with torch.no_grad():
+        factors = [
+            torch.as_tensor(layer.factor).double().expand(*layer.logits.shape[:-1], 1)[..., 1:, 0] for layer in seen
+        ]
+        # [layers, H, B·(L − 1)]
+        log_temperature = -(torch.stack(factors) * math.sqrt(d_k)).log().transpose(1, 2).flatten(2)
+        of_heads = log_temperature.mean(dim=-1)
+        return {
+            "temperature": math.exp(float(of_heads.mean())),
+            "temperature_least": math.exp(float(of_heads.min())),
+            "temperature_largest": math.exp(float(of_heads.max())),
+            "temperature_spread": math.sqrt(float(log_temperature.var(dim=-1, correction=0).mean())),
+            "temperatures": of_heads.exp().flatten().tolist(),
         }

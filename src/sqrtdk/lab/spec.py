@@ -16,7 +16,7 @@ from sqrtdk.records import spec_hash
 INITS = ("unit", "torch", "xavier", "absorbed")
 
 # Part of every run's hash: raise it when a change of the code changes the numbers, so that old runs are not reused.
-REVISION = 1
+REVISION = 2
 
 
 def _require_count(name: str, value: object, least: int = 1) -> None:
@@ -29,6 +29,11 @@ def _require_count(name: str, value: object, least: int = 1) -> None:
 def _require_scale(name: str, value: object) -> None:
     if not isinstance(value, str):
         raise InvalidTypeError(f"{name} must be the name of a scaling policy, got {type(value).__name__}")
+    if value in scales.LEARNABLE:
+        return
+    known = [*scales.names(), *scales.LEARNABLE]
+    if value.partition(":")[0] not in known:
+        raise unknown_name("scaling policy", value, known)
     scales.resolve(value)
 
 
@@ -38,7 +43,8 @@ class RunSpec:
 
     Args:
         task: ``"recall"`` or ``"text"``.
-        scale: a registered scaling policy by name, parameters as in ``"fixed:10"``.
+        scale: a registered scaling policy by name, parameters as in ``"fixed:10"``, or one that learns:
+            ``"learned"``, ``"query"``, ``"position"``, ``"qk_norm"`` (``"qk_norm:1"`` has a fixed gain of 1).
         d_k: length of a head's queries and keys; values have length d_model / heads whatever d_k is.
         seed: draws the weights and the order of the data.
         init: how W_q and W_k begin: ``"unit"``, ``"torch"``, ``"xavier"`` or ``"absorbed"``.
@@ -122,7 +128,7 @@ class AblationSpec:
 
     Args:
         task, steps, batch, layers, d_model, heads, feedforward, task_parameters, record_every: as in `RunSpec`.
-        scales: scaling policies by name.
+        scales: scaling policies by name, those that learn included.
         d_ks: lengths of queries and keys.
         seeds: how many seeds (0, 1, …), or the seeds themselves.
         lrs: learning rates; give three or more to compare each policy at its own best.

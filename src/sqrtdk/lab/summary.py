@@ -94,8 +94,14 @@ def summarise(runs: Sequence[RunRow]) -> Rows:
 
     `final_loss_iqr` is [lower quartile, upper quartile] over the seeds, not a confidence interval.
     `steps_to_threshold_median` is over the `reached_threshold` runs whose training loss got below the threshold.
+    With a scale that learns in the grid there are three columns more, see `_summarise_learned`.
     """
-    return [_summarise_setting(setting, rows) for setting, rows in _group(runs).items()]
+    groups = _group(runs)
+    learned = any("temperature" in row for row in runs)
+    return [
+        _summarise_setting(setting, rows) | (_summarise_learned(rows) if learned else {})
+        for setting, rows in groups.items()
+    ]
 
 
 def choose_best(summary: Sequence[RunRow]) -> Rows:
@@ -198,6 +204,22 @@ def _summarise_setting(setting: Setting, rows: Sequence[RunRow]) -> dict[str, An
         "n": len(counted),
         "diverged": sum(row["status"] == "diverged" for row in counted),
         "failed": len(rows) - len(counted),
+    }
+
+
+def _summarise_learned(rows: Sequence[RunRow]) -> dict[str, Any]:
+    """Where learned temperatures ended, in units of √dₖ: the median over the seeds of a run's mean, least and largest
+    head of all runs, and the median spread of ln τ over queries; None for a scale that does not learn."""
+    found = [row for row in rows if "temperature" in row]
+    if not found:
+        return {"temperature_median": None, "temperature_range": None, "temperature_spread_median": None}
+    return {
+        "temperature_median": quartiles([row["temperature"] for row in found]).median,
+        "temperature_range": [
+            min(row["temperature_least"] for row in found),
+            max(row["temperature_largest"] for row in found),
+        ],
+        "temperature_spread_median": quartiles([row["temperature_spread"] for row in found]).median,
     }
 
 

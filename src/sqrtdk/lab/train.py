@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sqrtdk.lab.model import Transformer, describe_attention
+from sqrtdk.lab.model import Transformer, describe_attention, describe_temperature
 from sqrtdk.lab.spec import RunSpec
 from sqrtdk.lab.store import CURVES, RunRecord, identify_run
 from sqrtdk.lab.tasks import Batch
+from sqrtdk.scales import LEARNABLE
 
 _DATA_STREAM = 0
 
@@ -88,6 +89,7 @@ class _Run:
             "final_accuracy": accuracy,
             "solved": loss < self.task.threshold,
             "steps_to_threshold": self.steps_to_threshold(),
+            **(self.describe_learned() if spec.scale in LEARNABLE else {}),
         }
 
     def advance(self, first: int, last: int) -> bool:
@@ -128,6 +130,12 @@ class _Run:
             scores, _, targets = self.ask(self.held_out)
             loss = functional.cross_entropy(scores, targets).item()
             return (loss, _accuracy(scores, targets)) if math.isfinite(loss) else (None, None)
+
+    def describe_learned(self) -> dict[str, Any]:
+        """Where the temperatures ended, on the held-out data."""
+        with torch.no_grad():
+            _, seen, _ = self.ask(self.held_out)
+        return describe_temperature(seen, self.spec.d_k)
 
     def steps_to_threshold(self) -> int | None:
         """Updates, counted from the swap if there is one, before the first point whose loss is below the threshold."""

@@ -14,17 +14,30 @@ _TITLES = {
     "statistics": "With all statistics, against by hand",
     "real": "Shapes and masks of models",
     "overhead": "A call on next to nothing",
+    "tensors": "Tensors, forward",
+    "gradients": "Tensors, forward and backward",
+    "model": "A whole model, its attention exchanged",
 }
 _COLOURS = {
     "sqrtdk": "#1f83c9",
     "sqrtdk with statistics": "#4c6ef5",
     "torch SDPA": "#d55e00",
+    "torch SDPA forward and backward": "#8a63d2",
+    "model with sdpa": "#d55e00",
+    "model with eager": "#c0609a",
     "onnxruntime": "#009e73",
     "OpenVINO": "#8a63d2",
     "jax": "#b08900",
     "torch SDPA + second pass": "#a0522d",
     "n×n in torch": "#c0609a",
     "n×n in NumPy": "#5f7fa6",
+}
+_SYMBOLS: dict[str, Symbol] = {
+    "sqrtdk with statistics": "diamond",
+    "sqrtdk.torch": "square",
+    "sqrtdk.torch with statistics": "cross",
+    "sqrtdk.torch forward and backward": "square",
+    "model with sqrtdk": "square",
 }
 _TICKS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0)
 _CLOSE_TICKS = (0.5, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0)
@@ -33,7 +46,7 @@ _CLOSE_TICKS = (0.5, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0)
 def show_bench(record: Record) -> Figure:
     """One panel per suite with time of the peer over time of sqrtdk, then time and memory over N."""
     ratios = record.tables["ratios"]
-    suites = {suite: [row for row in ratios if row["suite"] == suite] for suite in _TITLES}
+    suites = {suite: [row for row in ratios if _place_of(row) == suite] for suite in _TITLES}
     panels = [_show_ratios(_TITLES[suite], rows) for suite, rows in suites.items() if rows]
     if record.curves.get("growth"):
         panels.append(_show_growth(record.curves["growth"]))
@@ -49,9 +62,14 @@ def show_bench(record: Record) -> Figure:
         columns=2,
         panel_height=max(280, 70 + 25 * most),
         caption="Ratios: time of the peer over time of sqrtdk, median of paired rounds with its 95% interval; right of "
-        "1 sqrtdk is faster, left of it slower. Diamonds: sqrtdk computes all statistics as well. Over N: one head, "
-        "dₖ = 64.",
+        "1 sqrtdk is faster, left of it slower. Circles: arrays, squares: tensors, diamonds and crosses: sqrtdk "
+        "computes all statistics as well. Over N: one head, dₖ = 64.",
     )
+
+
+def _place_of(row: Row) -> str:
+    """The panel a ratio stands in: that of its suite, but gradients have their own."""
+    return "gradients" if row["subject"] == "sqrtdk.torch forward and backward" else str(row["suite"])
 
 
 def _show_ratios(title: str, rows: Sequence[Row]) -> Panel:
@@ -91,7 +109,7 @@ def _show_ratios(title: str, rows: Sequence[Row]) -> Panel:
 
 
 def _symbol_of(subject: str) -> Symbol:
-    return "diamond" if subject == "sqrtdk with statistics" else "circle"
+    return _SYMBOLS.get(subject, "circle")
 
 
 def _ratio_axis(rows: Sequence[Row]) -> Axis:

@@ -23,6 +23,9 @@ _POLICIES = {
     "llama4": "#4c6ef5",
     "cosine": "#0f9fb0",
     "qk_norm": "#d6336c",
+    "learned": "#e8590c",
+    "query": "#2f9e44",
+    "position": "#9c36b5",
 }
 # Two temperatures beside the default are told apart: warm for sharper, cool for softer.
 _SHARPER, _SOFTER = "#c0609a", "#5f7fa6"

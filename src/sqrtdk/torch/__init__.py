@@ -1,0 +1,15 @@
+"""The same operation on torch tensors: with gradients, on any device, with scales that learn."""
+
+from sqrtdk.errors import missing_extra
+
+try:
+    import torch as _torch  # noqa: F401
+except ImportError:
+    raise missing_extra("torch", "torch") from None
+
+from sqrtdk.torch import nn
+from sqrtdk.torch.functional import attention, scaled_dot_product_attention
+from sqrtdk.torch.huggingface import register_huggingface
+from sqrtdk.torch.pressure import TemperaturePressure
+
+__all__ = ["TemperaturePressure", "attention", "nn", "register_huggingface", "scaled_dot_product_attention"]

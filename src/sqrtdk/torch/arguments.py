@@ -1,0 +1,171 @@
+"""The tensors of a call checked: a wrong one raises and says what was expected, what came and what to do."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sqrtdk.arguments import broadcasts
+from sqrtdk.errors import InvalidTypeError, InvalidValueError
+
+_broadcast_shapes: Any = torch.broadcast_shapes
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
+    """A context in which products keep their precision, whatever autocast says for the tensor's device."""
+    return torch.autocast(tensor.device.type, enabled=False) if is_autocast_on(tensor) else nullcontext()
+
+
+def require_tensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Three dense tensors of one floating dtype on one device."""
+    dtype = getattr(q, "dtype", None)
+    if (
+        isinstance(q, Tensor)
+        and isinstance(k, Tensor)
+        and isinstance(v, Tensor)
+        and dtype in _FLOATS
+        and k.dtype == dtype == v.dtype
+        and q.device == k.device == v.device
+        and q.layout == k.layout == v.layout == torch.strided
+        and not (q.is_nested or k.is_nested or v.is_nested)
+    ):
+        return q, k, v
+    raise _explain_tensors(q, k, v)
+
+
+def _explain_tensors(q: Any, k: Any, v: Any) -> InvalidTypeError:
+    """What is wrong with tensors that do not fit, the first thing first."""
+    named = {"query": q, "key": k, "value": v}
+    for name, tensor in named.items():
+        if not isinstance(tensor, Tensor):
+            return InvalidTypeError(
+                f"{name} must be a torch tensor, got {type(tensor).__name__}; sqrtdk.attention takes arrays"
+            )
+        if tensor.is_nested or tensor.layout != torch.strided:
+            return InvalidTypeError(f"{name} must be a dense strided tensor, got {_name_layout(tensor)}")
+        if tensor.dtype not in _FLOATS:
+            return InvalidTypeError(f"{name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}")
+    for name, tensor in named.items():
+        if tensor.device != q.device:
+            return InvalidTypeError(f"{name} must be on query's device {q.device}, got {tensor.device}")
+    return InvalidTypeError(
+        f"query, key and value must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}; convert them with .to"
+    )
+
+
+def cast_for_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The tensors in the dtype of autocast, where it is on; float64 stays, as in torch's own attention."""
+    if not isinstance(q, Tensor) or not is_autocast_on(q):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(q.device.type)
+    q, k, v = (x.to(dtype) if isinstance(x, Tensor) and x.dtype in _FLOATS[:3] else x for x in (q, k, v))
+    return q, k, v
+
+
+def is_autocast_on(tensor: Tensor) -> bool:
+    """Whether autocast is on for the device of a tensor."""
+    if tensor.is_cpu:
+        return torch.is_autocast_enabled("cpu")
+    device = tensor.device.type
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def broadcast_heads(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Views with leading axes in common, as torch's attention broadcasts them; heads too unless they are grouped."""
+    own = 3 if grouped else 2
+    if min(query.dim(), key.dim(), value.dim()) < own:
+        return query, key, value
+    try:
+        common = _broadcast_shapes(*(x.shape[:-own] for x in (query, key, value)))
+    except RuntimeError:
+        hint = "" if grouped else "; enable_gqa=True lets a key/value head serve several query heads"
+        raise InvalidValueError(
+            "query, key and value must have leading axes that broadcast, "
+            f"got {tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}{hint}"
+        ) from None
+    query, key, value = (x.expand(*common, *x.shape[-own:]) for x in (query, key, value))
+    return query, key, value
+
+
+def require_mask(mask: Tensor, q: Tensor, shape: tuple[int, ...], name: str = "mask") -> Tensor:
+    """A boolean or floating mask that broadcasts to `shape`."""
+    if not isinstance(mask, Tensor):
+        raise InvalidTypeError(f"{name} must be a torch tensor, got {type(mask).__name__}")
+    if mask.dtype != torch.bool and mask.dtype not in _FLOATS:
+        raise InvalidTypeError(f"{name} must be boolean (True: may attend) or additive float, got {mask.dtype}")
+    _require_place(name, mask, q)
+    if not broadcasts(mask.shape, shape):
+        raise InvalidValueError(f"{name} must broadcast to [..., H, L, S] = {shape}, got {tuple(mask.shape)}")
+    return mask
+
+
+def _require_place(name: str, tensor: Tensor, q: Tensor) -> None:
+    if tensor.device != q.device:
+        raise InvalidTypeError(f"{name} must be on query's device {q.device}, got {tensor.device}")
+    if tensor.is_nested or tensor.layout != torch.strided:
+        raise InvalidTypeError(f"{name} must be a dense strided tensor, got {_name_layout(tensor)}")
+
+
+def _name_layout(tensor: Tensor) -> str:
+    return "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
+
+
+def require_sinks(sinks: Tensor, q: Tensor, heads: int) -> Tensor:
+    """A floating tensor with one logit per query head."""
+    if not isinstance(sinks, Tensor) or sinks.dtype not in _FLOATS:
+        came = sinks.dtype if isinstance(sinks, Tensor) else type(sinks).__name__
+        raise InvalidTypeError(f"sinks must be a floating tensor, one logit per query head, got {came}")
+    _require_place("sinks", sinks, q)
+    if tuple(sinks.shape) != (heads,):
+        raise InvalidValueError(f"sinks must have shape [H] = ({heads},), got {tuple(sinks.shape)}")
+    return sinks
+
+
+_NUMBERS = (int, float, np.number, torch.SymInt, torch.SymFloat)
+
+
+def require_dropout(p: float, name: str = "dropout") -> float:
+    """A probability."""
+    if isinstance(p, bool) or not isinstance(p, _NUMBERS):
+        raise InvalidTypeError(f"{name} must be a probability, got {p!r}")
+    if not 0.0 <= p <= 1.0:
+        raise InvalidValueError(f"{name} must lie in [0, 1], got {p}")
+    return float(p)
+
+
+def require_finite_number(name: str, value: float) -> float:
+    """A number that is neither NaN nor infinite; a tensor of one number, as torch takes one for a scale, too."""
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.requires_grad and value.dtype != torch.bool:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, _NUMBERS):
+        raise InvalidTypeError(f"{name} must be a number, got {value!r}")
+    # A symbolic number of the compiler can be subtracted, but not asked whether it is finite.
+    if not value - value == 0.0:
+        raise InvalidValueError(f"{name} must be finite, got {value}")
+    return float(value)
+
+
+def require_scale_tensor(what: str, scale: Tensor, q: Tensor, *, rows_known: bool = False) -> Tensor:
+    """A floating tensor that broadcasts to `[..., H, L]`; whether it is finite is for who reads it.
+
+    One axis would silently mean rows: it is refused for several heads, unless its maker knows (`rows_known`).
+    """
+    rows = tuple(q.shape[:-1])
+    if scale.dtype not in _FLOATS:
+        raise InvalidTypeError(f"{what} must be floating, got {scale.dtype}")
+    if scale.dim():  # a tensor that is one number may lie anywhere, as torch has it
+        _require_place(what, scale, q)
+    if scale.dim() == 1 and len(rows) > 1 and not rows_known:
+        raise InvalidValueError(
+            f"{what} must broadcast to [..., H, L] = {rows}; a one-dimensional tensor {tuple(scale.shape)} would mean "
+            "rows: use scale[:, None] for one number per head, scale[None, :] for one per query"
+        )
+    if not broadcasts(scale.shape, rows):
+        raise InvalidValueError(f"{what} must broadcast to [..., H, L] = {rows}, got {tuple(scale.shape)}")
+    return scale.to(q.device)

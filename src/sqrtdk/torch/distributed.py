@@ -1,0 +1,105 @@
+"""The head summary of all ranks of a torch.distributed process group."""
+
+from __future__ import annotations
+
+from functools import reduce
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from sqrtdk.errors import InvalidValueError
+from sqrtdk.statistics import Array, HeadSummary, Moments
+
+
+def all_reduce(summary: HeadSummary, group: dist.ProcessGroup | None = None) -> HeadSummary:
+    """The summary of all ranks together, the same bits on every rank; see `HeadSummary.all_reduce`.
+
+    Three collectives: the numbers of heads, so that ranks that disagree raise instead of hanging; the integers, summed
+    (gathered histograms would grow with the number of ranks); the few floats, gathered and merged in rank order.
+    """
+    device = _device_of(group)
+    heads = _gather(np.array([summary.heads]), device, group).ravel()
+    if (heads != heads[0]).any():
+        raise InvalidValueError(f"every rank must bring a summary of as many heads, got {heads.tolist()} by rank")
+    integers = _sum(_pack_integers(summary), device, group)
+    floats = _gather(_pack_floats(summary), device, group)
+    rows_seen, rows_in_all, *counted = np.split(integers, _columns(summary), axis=1)
+    moments = {
+        name: _merge(floats[:, at], count, left_out, histogram)
+        for at, (name, count, left_out, histogram) in enumerate(
+            zip(summary.moments, counted[0::3], counted[1::3], counted[2::3], strict=True)
+        )
+    }
+    return HeadSummary(moments, rows_seen=rows_seen[:, 0], rows_in_all=rows_in_all[:, 0])
+
+
+def _device_of(group: dist.ProcessGroup | None) -> torch.device:
+    """Where tensors must lie for the group's collectives; raises if there is no group that this process is in."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise InvalidValueError(
+            "all_reduce needs a process group, but torch.distributed is not initialised; "
+            "call torch.distributed.init_process_group first"
+        )
+    if dist.get_rank(group) < 0:
+        raise InvalidValueError("group must contain the calling process")
+    if dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _pack_integers(summary: HeadSummary) -> Array:
+    """`[H, C]`: rows seen, rows in all, then for every statistic its count, rows left out and histogram."""
+    parts = [summary.rows_seen[:, None], summary.rows_in_all[:, None]]
+    for own in summary.moments.values():
+        parts += [own.count[:, None], own.left_out[:, None], own.histogram]
+    return np.concatenate(parts, axis=1).astype(np.int64)
+
+
+def _columns(summary: HeadSummary) -> Array:
+    """Where `_pack_integers` begins each part but the first."""
+    widths = [1, 1]
+    for own in summary.moments.values():
+        widths += [1, 1, own.histogram.shape[1]]
+    return np.cumsum(widths)[:-1]
+
+
+def _pack_floats(summary: HeadSummary) -> Array:
+    """`[statistic, 5, H]`: count (exact in float64 to 2⁵³), mean, sum of squares, least, largest."""
+    return np.array([[own.count, own.mean, own.m2, own.least, own.largest] for own in summary.moments.values()])
+
+
+def _merge(ranks_R5H: Array, count: Array, left_out: Array, histogram: Array) -> Moments:
+    """Merge the floats of the ranks in their order and set the integers, which have been summed already."""
+    heads = ranks_R5H.shape[-1]
+    nothing = np.zeros(heads, np.int64)
+    floats = reduce(
+        Moments.merge,
+        (
+            Moments(rows.astype(np.int64), nothing, mean, m2, least, largest, np.zeros((heads, 0), np.int64))
+            for rows, mean, m2, least, largest in ranks_R5H
+        ),
+    )
+    return Moments(
+        count=count[:, 0],
+        left_out=left_out[:, 0],
+        mean=floats.mean,
+        m2=floats.m2,
+        least=floats.least,
+        largest=floats.largest,
+        histogram=histogram,
+    )
+
+
+def _sum(values: Array, device: torch.device, group: dist.ProcessGroup | None) -> Array:
+    tensor = torch.from_numpy(values).to(device)
+    dist.all_reduce(tensor, group=group)
+    return np.asarray(tensor.cpu().numpy())
+
+
+def _gather(values: Array, device: torch.device, group: dist.ProcessGroup | None) -> Array:
+    """The arrays of all ranks, stacked `[R, ...]` in rank order."""
+    own = torch.from_numpy(values).to(device)
+    every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, own, group=group)
+    return np.stack([tensor.cpu().numpy() for tensor in every])

@@ -1,0 +1,7 @@
+"""Modules: scales with parameters, and multi-head attention with any scale and a cache for decoding."""
+
+from sqrtdk.torch.nn.cache import KVCache
+from sqrtdk.torch.nn.learnable import LearnedTemperature, QKNorm, QueryTemperature, make_learnable
+from sqrtdk.torch.nn.scaled_attention import ScaledAttention
+
+__all__ = ["KVCache", "LearnedTemperature", "QKNorm", "QueryTemperature", "ScaledAttention", "make_learnable"]

@@ -1,0 +1,143 @@
+"""Head summaries over real processes: the summary of all ranks is that of all rows, on every rank, to the bit."""
+
+import dataclasses
+import datetime
+import pickle
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+dist = pytest.importorskip("torch.distributed")
+if not dist.is_available():
+    pytest.skip("torch was built without torch.distributed", allow_module_level=True)
+
+from sqrtdk import AttentionStatistics, HeadSummary, SqrtdkError, attention  # noqa: E402
+from sqrtdk.statistics import SUMMARISED, Sample  # noqa: E402
+
+FIELDS = [item.name for item in dataclasses.fields(AttentionStatistics)]
+
+
+def rows_of_rank(rank, batch, heads=3, sharpness=2.0):
+    q, k, v = np.random.default_rng(rank).standard_normal((3, batch, heads, 11, 4))
+    return attention((1 + rank) * sharpness * q, k, v, causal=True).statistics
+
+
+def reduce_on_rank(rank, world, folder, task):
+    """What a rank does: join the group, summarise its rows, write what it gets (or the error's text)."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=world,
+        timeout=datetime.timedelta(seconds=60),
+    )
+    try:
+        found = task(rank, world)
+    except SqrtdkError as error:
+        found = str(error)
+    (folder / f"{rank}.pickle").write_bytes(pickle.dumps(found))
+    dist.destroy_process_group()
+
+
+def run_ranks(folder, world, task):
+    """Results of all ranks, each a process of its own."""
+    context = torch.multiprocessing.get_context("spawn")
+    processes = [context.Process(target=reduce_on_rank, args=(rank, world, folder, task)) for rank in range(world)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=120)
+        if process.is_alive():
+            process.kill()
+    assert [process.exitcode for process in processes] == [0] * world
+    return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(world)]
+
+
+BATCHES = {2: (3, 2), 3: (2, 0, 1)}  # with three ranks one has no rows
+
+
+def reduce_everything(rank, world):
+    """Over all ranks, twice in a row; then over a group of the last rank alone."""
+    own = HeadSummary.of(rows_of_rank(rank, BATCHES[world][rank]))
+    together = own.all_reduce()
+    alone = dist.new_group([world - 1])
+    apart = own.all_reduce(alone) if rank == world - 1 else refusal_of(own, alone)
+    return own, together, own.all_reduce(), apart
+
+
+def refusal_of(summary, group):
+    with pytest.raises(SqrtdkError) as caught:
+        summary.all_reduce(group)
+    return str(caught.value)
+
+
+def assert_same_bits(one, other):
+    np.testing.assert_array_equal(one.rows_seen, other.rows_seen)
+    np.testing.assert_array_equal(one.rows_in_all, other.rows_in_all)
+    for name in SUMMARISED:
+        for item in dataclasses.fields(one[name]):
+            found, expected = getattr(one[name], item.name), getattr(other[name], item.name)
+            assert found.tobytes() == expected.tobytes(), (name, item.name)
+
+
+def assert_summary_of(summary, parts):
+    """The summary is that of all rows of the parts together: integers and extremes exactly, moments to 1e-12."""
+    joined = {name: np.concatenate([getattr(part, name) for part in parts]) for name in FIELDS}
+    whole = HeadSummary.of(AttentionStatistics(**joined))
+    np.testing.assert_array_equal(summary.rows_seen, whole.rows_seen)
+    np.testing.assert_array_equal(summary.rows_in_all, whole.rows_in_all)
+    for name in SUMMARISED:
+        one, other = whole[name], summary[name]
+        for exact in ("count", "left_out", "histogram", "least", "largest"):
+            np.testing.assert_array_equal(getattr(other, exact), getattr(one, exact), err_msg=name)
+            assert getattr(other, exact).dtype == getattr(one, exact).dtype
+        np.testing.assert_allclose(other.mean, one.mean, rtol=1e-12, atol=1e-14, err_msg=name)
+        np.testing.assert_allclose(other.m2, one.m2, rtol=1e-12, atol=1e-25, err_msg=name)
+        np.testing.assert_array_equal(other.quantile(0.5), one.quantile(0.5), err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_summary_of_all_ranks_is_that_of_all_rows(tmp_path, world):
+    results = run_ranks(tmp_path, world, reduce_everything)
+    own, together, _, apart = results[0]
+    assert_summary_of(together, [rows_of_rank(rank, BATCHES[world][rank]) for rank in range(world)])
+    for result in results:
+        assert_same_bits(result[1], together)
+        assert_same_bits(result[2], together)
+    merged = own
+    for result in results[1:]:
+        merged = merged.merge(result[0])
+    assert_same_bits(merged, together)
+    assert_same_bits(results[-1][3], results[-1][0])
+    assert apart == "group must contain the calling process"
+
+
+def reduce_other_heads(rank, world):
+    return HeadSummary.of(rows_of_rank(rank, 1, heads=3 + rank)).all_reduce()
+
+
+@pytest.mark.slow
+def test_ranks_that_disagree_about_heads_raise_instead_of_hanging(tmp_path):
+    says = "every rank must bring a summary of as many heads, got [3, 4] by rank"
+    assert run_ranks(tmp_path, 2, reduce_other_heads) == [says, says]
+
+
+def test_one_rank_gets_its_own_summary_with_its_sample(tmp_path):
+    rows = rows_of_rank(0, 2)
+    blocks = [np.stack([getattr(rows, name) for name in names]) for names in (FIELDS[:2], FIELDS[2:])]
+    own = HeadSummary.of(AttentionStatistics.from_blocks(*blocks, sample=Sample(np.arange(11), 500)))
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        found = own.all_reduce()
+    finally:
+        dist.destroy_process_group()
+    assert_same_bits(found, own)
+    assert (found.rows_seen.tolist(), found.rows_in_all.tolist(), found.is_sample) == ([22] * 3, [1000] * 3, True)
+
+
+def test_without_a_process_group_the_error_says_what_to_do():
+    with pytest.raises(SqrtdkError, match=r"torch.distributed is not initialised; call .*init_process_group first"):
+        HeadSummary.of(rows_of_rank(0, 1)).all_reduce()

@@ -1,0 +1,226 @@
+"""Every wrong call of the tensor layer raises a `SqrtdkError` that names argument, expectation and what came."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from sqrtdk import SqrtdkError, scales
+from sqrtdk.torch import attention, scaled_dot_product_attention
+from sqrtdk.torch.scales import LearnableScale
+from torch_cases import ON_THE_BEST_AND_THE_REFERENCE
+
+pytestmark = ON_THE_BEST_AND_THE_REFERENCE
+
+Q = torch.ones(2, 4, 5, 8)
+K = torch.ones(2, 2, 6, 8)
+V = torch.ones(2, 2, 6, 3)
+VALUE, TYPE = ValueError, TypeError
+
+
+class NeedsThree(scales.Policy):
+    name = "needs_three"
+
+    def factor(self, context):
+        return np.ones(3)
+
+
+class LearnsThree(LearnableScale):
+    def factor(self, context):
+        return torch.ones(3, 1)
+
+
+class LearnsNothing(LearnableScale):
+    pass
+
+
+WRONG = {
+    "array": ({"q": np.ones((2, 4, 5, 8))}, TYPE, r"query must be a .*tensor.*, got .*ndarray"),
+    "None": ({"k": None}, TYPE, r"key must be a .*tensor.*, got .*None"),
+    "integers": ({"q": Q.long()}, TYPE, r"query must be .*float16, .* or float64.*, got torch.int64"),
+    "complex": ({"v": V.to(torch.complex64)}, TYPE, r"value must be .*float16, .* or float64.*, got torch.complex64"),
+    "float8": ({"k": K.to(torch.float8_e4m3fn)}, TYPE, r"key must be .*float16, .* or float64.*, got torch.float8"),
+    "mixed dtypes": ({"k": K.double()}, TYPE, r"must have one dtype, got .*float32.*float64.*float32"),
+    "mixed devices": ({"v": V.to("meta")}, TYPE, r"value must be on query's device cpu, got meta"),
+    "sparse": ({"k": K.to_sparse()}, TYPE, r"key must be .*(dense|strided).*, got .*sparse"),
+    "rank of query": (
+        {"q": torch.ones(8)},
+        VALUE,
+        r"query must have shape \[\.\.\., H, L, D\] or \[L, D\], got \(8,\)",
+    ),
+    "no features": ({"q": torch.ones(2, 4, 5, 0)}, VALUE, r"query must have at least one feature .*\(2, 4, 5, 0\)"),
+    "rank of key": ({"k": K[0]}, VALUE, r"key must have 4 axes like query, got shape \(2, 6, 8\)"),
+    "rank of value": ({"v": V[0]}, VALUE, r"value must have 4 axes like query, got shape \(2, 6, 3\)"),
+    "batch of key": ({"k": K[:1]}, VALUE, r"key must have the leading axes \(2,\) of query, got shape \(1, 2, 6, 8\)"),
+    "d_k": ({"k": K[..., :7]}, VALUE, r"key must have shape \[\.\.\., G, S, 8\] \(8 from query\), got \(2, 2, 6, 7\)"),
+    "length of value": (
+        {"v": V[:, :, :5]},
+        VALUE,
+        r"value must have shape \[\.\.\., G, 6, V\] \(6 keys from key\), got",
+    ),
+    "heads of value": ({"v": V[:, :1]}, VALUE, r"value must have 2 heads like key, got shape \(2, 1, 6, 3\)"),
+    "heads not a multiple": ({"q": Q[:, :3]}, VALUE, r"query must have a multiple of key's 2 heads, got 3 heads"),
+    "mask shape": ({"mask": torch.ones(5, 5).bool()}, VALUE, r"mask must broadcast to .*\(2, 4, 5, 6\), got \(5, 5\)"),
+    "mask rank": ({"mask": torch.ones(1, 2, 4, 5, 6).bool()}, VALUE, r"mask must broadcast to .*\(1, 2, 4, 5, 6\)"),
+    "mask integers": ({"mask": torch.ones(5, 6).int()}, TYPE, r"mask must be boolean .* additive float, got .*int32"),
+    "mask array": ({"mask": np.ones((5, 6), bool)}, TYPE, r"mask must be .*tensor.*, got .*ndarray"),
+    "mask elsewhere": (
+        {"mask": torch.ones(5, 6, device="meta")},
+        TYPE,
+        r"mask must be on query's device cpu, got meta",
+    ),
+    "NaN scale": ({"scale": np.nan}, VALUE, r"scale must be finite, got nan"),
+    "infinite scale": ({"scale": -np.inf}, VALUE, r"scale must be finite, got -inf"),
+    "scale per head, 1-D": ({"scale": torch.ones(4)}, VALUE, r"scale must .*one-dimensional .*\(4,\) would mean rows"),
+    "scale per row, 1-D": ({"scale": torch.ones(5)}, VALUE, r"scale must .*\(2, 4, 5\); a one-dimensional"),
+    "scale shape": ({"scale": torch.ones(3, 1)}, VALUE, r"scale must broadcast to .*\(2, 4, 5\), got \(3, 1\)"),
+    "boolean scale": ({"scale": True}, TYPE, r"scale must be a number, .* got True"),
+    "complex scale": (
+        {"scale": torch.ones(4, 1, dtype=torch.complex64)},
+        TYPE,
+        r"scale must be .*, got torch.complex64",
+    ),
+    "object scale": ({"scale": object()}, TYPE, r"scale must be a number, .* got .*object"),
+    "scale elsewhere": (
+        {"scale": torch.ones(4, 1, device="meta")},
+        TYPE,
+        r"scale must be on query's device cpu, got meta",
+    ),
+    "unknown policy": ({"scale": "sqr"}, VALUE, r"unknown scaling policy 'sqr'; known: cosine, fixed, inverse"),
+    "policy's shape": ({"scale": NeedsThree()}, VALUE, r"factor of policy needs_three must broadcast to .* got \(3,\)"),
+    "module's shape": ({"scale": LearnsThree()}, VALUE, r"factor of .*LearnsThree.* must broadcast to .* got \(3, 1\)"),
+    "causal without offset": ({"causal": True}, VALUE, r"causal_offset must be given with 5 queries and 6 keys"),
+    "window without offset": ({"window": (1, 1)}, VALUE, r"causal_offset must be given with 5 queries and 6 keys"),
+    "offset 1.0": ({"causal": True, "causal_offset": 1.0}, TYPE, r"causal_offset must be an integer, got 1.0"),
+    "negative window": ({"window": (-1, 0), "causal_offset": 0}, VALUE, r"window must hold .*None, got \(-1, 0\)"),
+    "window a number": ({"window": 4, "causal_offset": 0}, VALUE, r"window must be a pair \(left, right\), got 4"),
+    "softcap 0": ({"softcap": 0.0}, VALUE, r"softcap must be positive and finite, got 0.0"),
+    "softcap −1": ({"softcap": -1}, VALUE, r"softcap must be positive and finite, got -1"),
+    "softcap NaN": ({"softcap": np.nan}, VALUE, r"softcap must be positive and finite, got nan"),
+    "softcap text": ({"softcap": "30"}, TYPE, r"softcap must be a number, got '30'"),
+    "sinks shape": ({"sinks": torch.ones(2)}, VALUE, r"sinks must have shape \[H\] = \(4,\), got \(2,\)"),
+    "sinks number": ({"sinks": 1.0}, TYPE, r"sinks must be .*tensor.*, got (1.0|.*float)"),
+    "sinks integers": ({"sinks": torch.ones(4).long()}, TYPE, r"sinks must be a floating tensor, .* got torch.int64"),
+    "sinks elsewhere": (
+        {"sinks": torch.ones(4, device="meta")},
+        TYPE,
+        r"sinks must be on query's device cpu, got meta",
+    ),
+    "dropout −0.1": ({"dropout": -0.1}, VALUE, r"dropout must lie in \[0, 1\], got -0.1"),
+    "dropout 1.1": ({"dropout": 1.1}, VALUE, r"dropout must lie in \[0, 1\], got 1.1"),
+    "dropout NaN": ({"dropout": np.nan}, VALUE, r"dropout must lie in \[0, 1\], got nan"),
+    "dropout text": ({"dropout": "half"}, TYPE, r"dropout must be a probability, got 'half'"),
+    "sample_rows 0": ({"sample_rows": 0}, VALUE, r"sample_rows must .*, got 0"),
+    "sample_rows 2.0": ({"sample_rows": 2.0}, TYPE, r"sample_rows must be an integer, got float"),
+    "sample_rows True": ({"sample_rows": True}, TYPE, r"sample_rows must be an integer, got bool"),
+    "pressure": ({"pressure": 1.0}, TYPE, r"pressure must be a TemperaturePressure.*, got (1.0|.*float)"),
+}
+
+
+def versions(call):
+    return {name: value._version for name, value in call.items() if isinstance(value, torch.Tensor)}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_calls_name_the_argument_the_expectation_and_what_came(name):
+    change, kind, text = WRONG[name]
+    call = {"q": Q.clone(), "k": K.clone(), "v": V.clone()} | change
+    before = versions(call)
+    for leaf in (False, True):
+        tensors = {
+            key: value.detach().requires_grad_()
+            if leaf and key in "qkv" and isinstance(value, torch.Tensor) and value.is_floating_point()
+            else value
+            for key, value in call.items()
+        }
+        with pytest.raises(SqrtdkError, match=text) as raised:
+            attention(**tensors)
+        assert isinstance(raised.value, kind)
+    assert versions(call) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "text"),
+    [
+        ({"query": np.ones((2, 4, 5, 8))}, TYPE, r"query must be a .*tensor.*, got .*ndarray"),
+        ({"value": V.long()}, TYPE, r"value must be .*float16, .* or float64.*, got torch.int64"),
+        ({"key": K.double()}, TYPE, r"must have one dtype, got"),
+        ({"attn_mask": torch.ones(5, 5).bool()}, VALUE, r"attn_mask must broadcast to .*\(5, 5\)"),
+        ({"attn_mask": torch.ones(5, 6).int()}, TYPE, r"attn_mask must be boolean .* got .*int32"),
+        ({"dropout_p": 1.5}, VALUE, r"dropout_p must .*, got 1.5"),
+        ({"query": torch.ones(8)}, VALUE, r"query must have .*, got .*\(8,\)"),
+        ({"query": Q[:, :3]}, VALUE, r"query must have a multiple of key's 2 heads, got 3 heads"),
+        ({"key": K[..., :7]}, VALUE, r"key must have shape .*8 from query.*, got \(2, 2, 6, 7\)"),
+        ({"key": torch.ones(3, 2, 6, 8), "value": torch.ones(3, 2, 6, 3)}, VALUE, r"(leading axes|broadcast)"),
+        ({"scale": float("nan")}, VALUE, r"scale must be finite, got nan"),
+        ({"scale": "sqrt"}, TYPE, r"scale must be a number.*, got 'sqrt'"),
+    ],
+)
+def test_the_drop_in_names_its_own_arguments(change, kind, text):
+    call = {"query": Q, "key": K, "value": V, "enable_gqa": True} | change
+    with pytest.raises(SqrtdkError, match=text) as raised:
+        scaled_dot_product_attention(**call)
+    assert isinstance(raised.value, kind)
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
+def test_on_the_cpu_a_scale_or_sink_tensor_must_be_finite(poison):
+    with pytest.raises(ValueError, match=r"(?s)scale must be finite, got .*(nan|inf)"):
+        attention(Q, K, V, scale=torch.tensor([1.0, 1.0, poison, 1.0])[:, None])
+    with pytest.raises(ValueError, match=r"(?s)sinks must be finite, got .*(nan|inf)"):
+        attention(Q, K, V, sinks=torch.tensor([1.0, 1.0, poison, 1.0], requires_grad=True))
+
+
+def test_nested_tensors_are_refused():
+    nested = torch.nested.nested_tensor([torch.ones(4, 5, 8), torch.ones(4, 3, 8)], layout=torch.jagged)
+    with pytest.raises(SqrtdkError, match=r"query must be .*, got .*(nested|jagged)"):
+        attention(nested, K, V)
+
+
+def test_a_module_without_a_factor_is_told_so():
+    with pytest.raises(TypeError, match=r"LearnsNothing must define factor\(context\)"):
+        attention(Q, K, V, scale=LearnsNothing())
+
+
+def test_two_dimensional_calls_speak_of_two_dimensions():
+    q = torch.ones(5, 8)
+    with pytest.raises(SqrtdkError, match=r"key must have shape \[S, 8\] \(8 from query\), got \(6, 7\)"):
+        attention(q, torch.ones(6, 7), torch.ones(6, 2))
+    assert attention(q, torch.ones(6, 8), torch.ones(6, 2), scale=torch.ones(5)).output.shape == (5, 2)
+
+
+def test_inputs_are_never_modified():
+    rng = np.random.default_rng(0)
+    call = {
+        "q": torch.from_numpy(rng.standard_normal((2, 4, 5, 8))),
+        "k": torch.from_numpy(rng.standard_normal((2, 2, 6, 8))),
+        "v": torch.from_numpy(rng.standard_normal((2, 2, 6, 3))),
+        "mask": torch.from_numpy(np.where(rng.random((4, 5, 6)) < 0.7, 0.5, -np.inf)),
+        "sinks": torch.from_numpy(rng.standard_normal(4)),
+        "scale": torch.from_numpy(rng.standard_normal((4, 5))),
+    }
+    call["k"][0, 0, 2] = torch.nan
+    call["mask"][:, :, 2] = -torch.inf
+    before = {name: value.clone() for name, value in call.items()}
+    leaves = {name: value.requires_grad_() for name, value in call.items()}
+    count = versions(leaves)
+    found = attention(**leaves, softcap=3.0, weights=True, dropout=0.3)
+    (found.output.sum() + found.weights.square().sum()).backward()
+    assert versions(leaves) == count
+    for name, value in before.items():
+        torch.testing.assert_close(leaves[name].detach(), value, rtol=0, atol=0, equal_nan=True)
+        assert leaves[name].grad.isfinite().all(), name
+
+
+@pytest.mark.slow
+def test_without_torch_the_error_names_the_extra():
+    program = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import sqrtdk\n"
+        "try:\n    import sqrtdk.torch\n"
+        "except sqrtdk.SqrtdkError as error:\n    assert isinstance(error, ImportError); print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert 'torch is not installed; it comes with: pip install "sqrtdk[torch]"' in done.stdout

@@ -1,0 +1,141 @@
+"""Row statistics as tensors: the same numbers as in NumPy, where the tensors are, without a copy to the host."""
+
+import dataclasses
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from sqrtdk import AttentionStatistics, HeadSummary, attention, theory  # noqa: E402
+from sqrtdk.statistics import SUMMARISED, Sample  # noqa: E402
+
+FIELDS = [item.name for item in dataclasses.fields(AttentionStatistics)]
+DERIVED = sorted({*SUMMARISED, "sum_p3"} - set(FIELDS))
+
+
+def rows_in_numpy(seed=0, sharpness=3.0):
+    """Rows of 3 heads, sharp and flat, among them rows that see one key or nothing."""
+    q, k, v = np.random.default_rng(seed).standard_normal((3, 2, 3, 9, 4))
+    mask = np.ones((9, 9), bool)
+    mask[3] = False
+    return attention(sharpness * q, k, v, causal=True, mask=mask, sinks=[0.0, -1.0, 2.0]).statistics
+
+
+def blocks_of(rows, device="cpu", dtype=torch.float64):
+    counts = torch.tensor(np.stack([getattr(rows, name) for name in FIELDS[:2]]), device=device)
+    numbers = torch.tensor(np.stack([getattr(rows, name) for name in FIELDS[2:]]), device=device, dtype=dtype)
+    return counts, numbers
+
+
+def as_tensors(rows, **options):
+    return AttentionStatistics.from_blocks(*blocks_of(rows), **options)
+
+
+@pytest.mark.parametrize("name", DERIVED)
+@pytest.mark.parametrize("sharpness", [0.0, 1.0, 30.0])
+def test_derived_numbers_are_those_of_numpy(name, sharpness):
+    rows = rows_in_numpy(sharpness=sharpness)
+    found = getattr(as_tensors(rows), name)
+    assert isinstance(found, torch.Tensor)
+    assert found.dtype == torch.float64
+    # An ulp: the two libraries round cubes and logarithms differently.
+    np.testing.assert_allclose(found.numpy(), getattr(rows, name), rtol=5e-16, atol=0.0)
+
+
+def test_one_hot_rows_keep_their_small_numbers():
+    k = np.array([[300.0], [0.0], [0.0]])
+    rows = as_tensors(attention(np.ones((1, 1)), k, np.zeros((3, 1)), scale=1.0).statistics)
+    assert 0 < float(rows.jacobian_trace) < 1e-129
+
+
+def test_fields_are_views_of_the_blocks():
+    counts, numbers = blocks_of(rows_in_numpy())
+    rows = AttentionStatistics.from_blocks(counts, numbers)
+    for at, name in enumerate(FIELDS):
+        block = counts[at] if at < 2 else numbers[at - 2]
+        assert getattr(rows, name).data_ptr() == block.data_ptr(), name
+    assert rows.shape == (2, 3, 9)
+
+
+def test_numbers_stay_on_their_device_and_in_their_precision():
+    counts, numbers = blocks_of(rows_in_numpy(), device="meta", dtype=torch.float32)  # MPS has no float64
+    rows = AttentionStatistics.from_blocks(counts, numbers)
+    for name in (*DERIVED, *FIELDS[2:]):
+        found = getattr(rows, name)
+        assert (found.device.type, found.dtype, found.shape) == ("meta", torch.float32, (2, 3, 9)), name
+
+
+def test_derived_numbers_are_traced_without_a_break():
+    @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
+    def derive(counts, numbers, positions):
+        rows = AttentionStatistics.from_blocks(counts, numbers, sample=Sample(positions, counts.shape[-1]))
+        return rows, [getattr(rows, name) for name in DERIVED]
+
+    rows = rows_in_numpy()
+    traced, derived = derive(*blocks_of(rows), torch.arange(9))
+    assert isinstance(traced, AttentionStatistics)
+    assert traced.sample.rows == 9
+    for name, found in zip(DERIVED, derived, strict=True):
+        torch.testing.assert_close(found, getattr(as_tensors(rows), name), rtol=1e-15, atol=0.0, equal_nan=True)
+
+
+@pytest.mark.parametrize("lazily", [True, False])
+def test_tensors_come_to_numpy_whole(lazily):
+    rows = rows_in_numpy()
+    sample = Sample(torch.arange(9), 40)
+    tensors = as_tensors(rows, sample=sample)
+    if not lazily:
+        tensors = AttentionStatistics(**{name: getattr(tensors, name).clone() for name in FIELDS})
+    found = tensors.numpy()
+    for name in FIELDS:
+        assert isinstance(getattr(found, name), np.ndarray)
+        assert getattr(found, name).dtype == (np.int64 if name in FIELDS[:2] else np.float64)
+        np.testing.assert_array_equal(getattr(found, name), getattr(rows, name), err_msg=name)
+    if lazily:
+        assert isinstance(found.sample.positions, np.ndarray)
+        assert (found.sample.positions.tolist(), found.sample.rows) == (list(range(9)), 40)
+
+
+def test_numpy_detaches():
+    counts, numbers = blocks_of(rows_in_numpy())
+    found = AttentionStatistics.from_blocks(counts, numbers.requires_grad_()).numpy()
+    np.testing.assert_array_equal(found.entropy, rows_in_numpy().entropy)
+
+
+def test_the_summary_of_tensors_is_that_of_numpy():
+    rows = rows_in_numpy()
+    one, other = HeadSummary.of(rows), HeadSummary.of(as_tensors(rows))
+    for name in SUMMARISED:
+        for item in dataclasses.fields(one[name]):
+            np.testing.assert_array_equal(getattr(one[name], item.name), getattr(other[name], item.name), err_msg=name)
+    some = HeadSummary.of(as_tensors(rows, sample=Sample(torch.arange(9), 40)))
+    assert (some.rows_seen.tolist(), some.rows_in_all.tolist(), some.is_sample) == ([18] * 3, [80] * 3, True)
+
+
+def test_tensors_travel_between_processes():
+    rows = as_tensors(rows_in_numpy(), sample=Sample(torch.arange(9), 40))
+    other = pickle.loads(pickle.dumps(rows))
+    assert torch.equal(other.max_key, rows.max_key)
+    assert other.sample.rows == 40
+
+
+def test_the_saturation_index_of_tensors():
+    sigma = torch.tensor([8.0, 1.0, 2.0], dtype=torch.float64)
+    found = theory.saturation_index(sigma, torch.tensor([1024, 1, 0]))
+    assert float(found[0]) == pytest.approx(float(theory.saturation_index(8.0, 1024)), rel=1e-15)
+    assert found[1:].isnan().all()
+    assert theory.saturation_index(sigma.float(), 1024).dtype == torch.float32
+
+
+def test_numpy_statistics_do_not_load_torch():
+    code = (
+        "import sys, numpy as np, sqrtdk\n"
+        "rows = sqrtdk.attention(*np.ones((3, 2, 4, 8))).statistics\n"
+        "sqrtdk.HeadSummary.of(rows)\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

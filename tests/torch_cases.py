@@ -1,0 +1,203 @@
+"""Calls of the tensor layer that several test modules share, and the comparison with the NumPy reference."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import sqrtdk
+from conftest import RUNNING
+from oracle import draw as draw_arrays
+from sqrtdk import AttentionStatistics, backends
+from sqrtdk.torch import attention
+
+DTYPES = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+FIELDS = tuple(item.name for item in fields(AttentionStatistics) if item.name != "sample")
+DERIVED = (
+    "max_weight",
+    "sum_p2",
+    "sum_p3",
+    "effective_keys",
+    "entropy_ratio",
+    "saturation_index",
+    "jacobian_trace",
+    "jacobian_norm",
+)
+COUNTS = ("visible_keys", "max_key")
+
+# What torch does around the operation is alike for every level of the kernel.
+ON_THE_BEST_AND_THE_REFERENCE = [
+    pytest.mark.usefixtures("backend"),
+    pytest.mark.parametrize("backend", sorted({RUNNING[0], RUNNING[-1]}), indirect=True, scope="module"),
+]
+
+
+def to_tensor(array):
+    """A tensor of its own memory; bfloat16 crosses as its bits."""
+    array = np.ascontiguousarray(array)
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(array.copy())
+
+
+def to_array(value):
+    """A tensor as the NumPy array of the same numbers; everything else as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    value = value.detach().resolve_neg()
+    if value.dtype == torch.bfloat16:
+        return value.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return value.numpy()
+
+
+def widen(value):
+    """Floats as float64 arrays; booleans and everything that is not a tensor as they are."""
+    value = to_array(value)
+    floating = isinstance(value, np.ndarray) and value.dtype.kind != "b"
+    return value.astype(np.float64) if floating else value
+
+
+def draw(seed, q_shape, k_shape, d_v, dtype=torch.float64, sharpness=2.0):
+    """q, k, v of a call with sharp attention, as tensors."""
+    return tuple(torch.from_numpy(x).to(dtype) for x in draw_arrays(seed, q_shape, k_shape, d_v, sharpness=sharpness))
+
+
+def draw_like(seed, tensor):
+    """Standard normal numbers of a tensor's shape and dtype."""
+    return torch.from_numpy(np.random.default_rng(seed).standard_normal(tuple(tensor.shape))).to(tensor.dtype)
+
+
+def attend_in_reference(q, k, v, **call):
+    """The same call by `sqrtdk.attention`, in float64 by the NumPy reference."""
+    with backends.use(backends.REFERENCE):
+        arrays = {name: widen(value) for name, value in call.items()}
+        return sqrtdk.attention(widen(q), widen(k), widen(v), weights=True, **arrays)
+
+
+def differentiate_in_reference(q, k, v, grad, **call):
+    """Gradients of the same call by `sqrtdk.attention_gradients`, in float64."""
+    arrays = {name: widen(value) for name, value in call.items()}
+    return sqrtdk.attention_gradients(widen(q), widen(k), widen(v), widen(grad), **arrays)
+
+
+def unit(dtype):
+    """The distance from 1 to the next number of a dtype."""
+    return torch.finfo(dtype).eps
+
+
+def assert_close(found, expected, tolerance, what):
+    """Absolute and relative distance from float64 numbers within a tolerance; NaN and infinities at the same places."""
+    np.testing.assert_allclose(widen(found), expected, rtol=tolerance, atol=tolerance, err_msg=what)
+
+
+def assert_statistics(found, expected, dtype):
+    """Every field and every derived number is the reference's, as good as the dtype that was computed in."""
+    tolerance = 1e-9 if dtype == torch.float64 else 3e-5
+    for name in FIELDS:
+        value = getattr(found, name)
+        assert value.dtype == (torch.int64 if name in COUNTS else torch.float64), name
+        assert value.shape == getattr(expected, name).shape, name
+        assert not value.requires_grad, name
+        if name in COUNTS:
+            np.testing.assert_array_equal(value.numpy(), getattr(expected, name), err_msg=name)
+        else:
+            assert_close(value, getattr(expected, name), tolerance, name)
+    for name in DERIVED:
+        value = getattr(found, name)
+        assert isinstance(value, torch.Tensor), name
+        assert_close(value, getattr(expected, name), tolerance, name)
+
+
+def assert_as_reference(q, k, v, **call):
+    """Output, weights and statistics of a call are those of the NumPy reference; returns what was found."""
+    found = attention(q, k, v, weights=True, **call)
+    expected = attend_in_reference(q, k, v, **call)
+    assert found.output.dtype == found.weights.dtype == q.dtype
+    assert found.output.shape == expected.output.shape
+    assert found.weights.shape == expected.weights.shape
+    # One rounding to the dtype, and float32's own errors where the work is done in float32.
+    tolerance = 1e-12 if q.dtype == torch.float64 else 0.51 * unit(q.dtype) + 6e-6
+    largest = max(1.0, float(np.nanmax(np.abs(expected.output), initial=0.0)))
+    assert_close(found.output / largest, expected.output / largest, tolerance, "output")
+    assert_close(found.weights, expected.weights, tolerance, "weights")
+    assert_statistics(found.statistics, expected.statistics, q.dtype)
+    return found
+
+
+def assert_same_bits(one, other):
+    """Two results are equal to the bit: output, weights, every statistic (NaN equals NaN)."""
+    torch.testing.assert_close(one.output, other.output, rtol=0, atol=0, equal_nan=True)
+    if one.weights is not None and other.weights is not None:
+        torch.testing.assert_close(one.weights, other.weights, rtol=0, atol=0, equal_nan=True)
+    if one.statistics is not None and other.statistics is not None:
+        for name in FIELDS:
+            left, right = getattr(one.statistics, name), getattr(other.statistics, name)
+            torch.testing.assert_close(left, right, rtol=0, atol=0, equal_nan=True, msg=name)
+
+
+def require_grad(*tensors):
+    """The tensors as leaves that collect a gradient."""
+    return tuple(tensor.detach().clone().requires_grad_() for tensor in tensors)
+
+
+def everything(seed=0, dtype=torch.float64, queries=5, keys=6):
+    """All features of a call at once for q `[2, 4, queries, ·]` and k `[2, 2, keys, ·]`."""
+    rng = np.random.default_rng(seed)
+    mask = np.where(rng.random((4, queries, keys)) < 0.8, rng.standard_normal((4, queries, keys)), -np.inf)
+    return {
+        "scale": torch.linspace(0.2, 2.0, 4 * queries, dtype=dtype).reshape(4, queries),
+        "softcap": 3.0,
+        "sinks": torch.tensor([0.5, -0.5, 1.0, 0.0], dtype=dtype),
+        "mask": torch.from_numpy(mask).to(dtype),
+        "causal": True,
+        "causal_offset": 1,
+        "window": (3, None),
+    }
+
+
+def everything_seen():
+    """All features, every row with a key to see: opcheck takes no NaN for equal."""
+    call = everything()
+    call["mask"].diagonal(dim1=1, dim2=2).fill_(0.25)
+    return call
+
+
+CALLS = {
+    "plain": {},
+    "everything": everything_seen(),
+    "boolean mask": {"mask": torch.from_numpy(np.random.default_rng(0).random((2, 1, 5, 6)) < 0.7), "scale": 0.7},
+    "cosine": {"scale": "cosine"},
+    "log_n": {"scale": "log_n", "causal": True, "causal_offset": 1},
+    "log_n under a mask": {
+        "scale": "log_n",
+        "mask": torch.from_numpy(np.random.default_rng(1).random((2, 1, 5, 6)) < 0.8),
+    },
+    "sampled": {"sample_rows": 3},
+}
+"""Calls for the tensors of `small_tensors`, each with something that a tracer or a wrapper may stumble over."""
+
+
+def small_tensors(seed=0, dtype=torch.float64, queries=5, keys=6):
+    """q `[2, 4, queries, 3]`, k `[2, 2, keys, 3]`, v `[2, 2, keys, 2]`."""
+    return draw(seed, (2, 4, queries, 3), (2, 2, keys, 3), 2, dtype)
+
+
+def assert_same_with_gradients(one, other, leaves, others=None):
+    """Two results agree, and so do the gradients of the same loss on both."""
+    torch.testing.assert_close(one.output, other.output, rtol=1e-12, atol=1e-13)
+    for name in FIELDS if other.statistics is not None else ():
+        left, right = getattr(one.statistics, name), getattr(other.statistics, name)
+        torch.testing.assert_close(left, right, rtol=1e-10, atol=1e-12, equal_nan=True, msg=name)
+    grad = draw_like(9, other.output)
+    found = torch.autograd.grad(one.output, leaves, grad)
+    for left, right in zip(found, torch.autograd.grad(other.output, others or leaves, grad), strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-10, atol=1e-12)
