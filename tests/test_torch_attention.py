@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -159,7 +160,19 @@ def test_features(feature, dtype):
     assert_as_reference(*draw(10, (2, 4, 5, 3), (2, 2, 6, 3), 2, dtype), **FEATURES[feature])
 
 
+@dataclass(frozen=True)
+class OnArrays(scales.Policy):
+    """A policy as a user writes one for arrays: positions and counts are given to it as such."""
+
+    name = "on_arrays"
+
+    def factor(self, context):
+        assert type(context.positions) is np.ndarray
+        return np.sqrt(1.0 + np.abs(context.positions)) * np.log1p(np.asarray(context.visible_keys)) / context.d_k
+
+
 POLICIES = [
+    OnArrays(),
     *(name for name in scales.names() if name != "fixed"),
     "fixed:3",
     scales.Temperature(np.array([0.5, 1.0, 2.0, 4.0])[:, None]),
