@@ -5,6 +5,7 @@ Shape legend as in `tiles`: logits of a tile are `[n, g, R, l, s]`.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -71,11 +72,10 @@ def visible_like(block: Block, shape: tuple[int, ...]) -> Tensor:
 
 def _weigh(weights: Tensor, values: Tensor, visible: Tensor, is_finite: bool = False) -> Tensor:
     """weights `[n, g, R, l, s]` times values `[n, g, s, x]`; a value that a row does not see has no influence on it."""
-    if is_finite:
+    # A finite sum has finite terms, and takes one pass; an infinite one may be an overflow, so it only makes careful.
+    if is_finite or math.isfinite(values.sum()):
         return multiply(weights, values)
     finite = torch.isfinite(values).all(dim=-1)
-    if bool(finite.all()):
-        return multiply(weights, values)
     # 0·NaN is NaN: non-finite values are left out of the product and added to the rows that see them.
     result = multiply(weights, torch.where(finite[..., None], values, 0.0))
     for j in torch.nonzero(~finite.flatten(0, 1).all(dim=0)).flatten().tolist():
@@ -97,21 +97,23 @@ def _drop(weights: Tensor, block: Block) -> Tensor:
     return torch.where(block.keep, weights / block.kept_share if block.kept_share else weights, 0.0)
 
 
-def _is_computable(block: Block, soft: Softmax) -> bool:
-    """Whether every visible score is finite, or was not finite to begin with."""
+def _is_computable(block: Block, soft: Softmax, every_score: bool) -> bool:
+    """Whether the visible scores are finite: every one, or, for the weights, at least the largest of each row."""
+    if not every_score and math.isfinite(soft.largest.sum()):
+        return True
     finite = torch.isfinite(soft.scores)
     if block.visible is not None:
         finite = finite | ~block.visible
     return bool(finite.all())
 
 
-def _soften(entries: Entries, tile: Tile) -> tuple[Block, Softmax]:
+def _soften(entries: Entries, tile: Tile, *, every_score: bool) -> tuple[Block, Softmax]:
     """A tile's softmax, in float64 where products of finite numbers pass what float32 can hold."""
     dtype = working_dtype(entries.q.dtype)
     block = cut_block(entries, tile, dtype)
     soft = compute_softmax(block)
     wide = wide_dtype(entries.q.device)
-    if dtype != wide and not _is_computable(block, soft):
+    if dtype != wide and not _is_computable(block, soft, every_score):
         block = cut_block(entries, tile, wide)
         soft = compute_softmax(block)
     return block, soft
@@ -141,7 +143,7 @@ def _attend(call: TensorCall, statistics: bool, weights: bool, output: bool) -> 
             number = tile.number + 1
             n, g, i, j, _ = tile
             h = slice(g.start * shared, g.stop * shared)
-            block, soft = _soften(entries, tile)
+            block, soft = _soften(entries, tile, every_score=statistics)
             if to_output is not None:
                 visible = visible_like(block, soft.logits.shape)
                 to_output[n, h, i] = _weigh(_drop(soft.weights, block), block.v, visible).flatten(1, 2).to(query.dtype)
@@ -250,7 +252,7 @@ def _differentiate(
             number = tile.number + 1
             n, g, i, j, _ = tile
             h = slice(g.start * shared, g.stop * shared)
-            block, soft = _soften(entries, tile)
+            block, soft = _soften(entries, tile, every_score=scale_too)
             grad = by_group(given[n, h, i].to(block.q.dtype), shared)
             also = None
             if given_weights is not None:

@@ -23,7 +23,8 @@ from sqrtdk.torch.arguments import (
     require_tensors,
 )
 from sqrtdk.torch.autograd import run
-from sqrtdk.torch.call import Forward, TensorCall
+from sqrtdk.torch.call import TensorCall
+from sqrtdk.torch.kernel import attend_directly
 from sqrtdk.torch.operator import run_forward
 from sqrtdk.torch.policies import TensorScale, apply_scale
 from sqrtdk.torch.pressure import TemperaturePressure
@@ -84,6 +85,22 @@ def attention(
     >>> result.output.shape, result.statistics.entropy.shape, log_scale.grad.shape
     (torch.Size([2, 8, 16, 64]), torch.Size([2, 8, 16]), torch.Size([8, 1]))
     """
+    if (
+        (scale is None or type(scale) is float)
+        and mask is None
+        and causal_offset is None
+        and window is None
+        and softcap is None
+        and sinks is None
+        and not weights
+        and dropout == 0.0
+        and sample_rows is None
+        and pressure is None
+    ):
+        plain = attend_directly(q, k, v, scale, causal, statistics)
+        if plain is not None:
+            output, numbers, counts = plain
+            return Attention(cast(Any, output), _describe(counts, numbers) if statistics else None, None)
     q, k, v = require_tensors(*cast_for_autocast(q, k, v))
     heads, _ = validate_shapes(q.shape, k.shape, v.shape)
     offset, first, last = 0, OPEN_BELOW, OPEN_ABOVE
@@ -113,7 +130,7 @@ def attention(
         call = call._replace(seed=_draw_seed(q))
     if sample_rows is None:
         found = run(call, statistics, weights)
-        described = _describe(found) if statistics else None
+        described = _describe(found.counts, found.numbers) if statistics else None
     else:
         check_sample(sample_rows, sample_seed)
         described = _describe_sample(call, sample_rows, sample_seed) if statistics else None
@@ -156,6 +173,10 @@ def scaled_dot_product_attention(
     ...                torch.nn.functional.scaled_dot_product_attention(q, k, v), atol=1e-5)
     True
     """
+    if attn_mask is None and dropout_p == 0.0 and (scale is None or type(scale) is float):
+        plain = attend_directly(query, key, value, scale, is_causal, False)
+        if plain is not None:
+            return plain[0]
     query, key, value = require_tensors(*cast_for_autocast(query, key, value))
     if query.shape[:-2] != key.shape[:-2] or key.shape[:-2] != value.shape[:-2]:
         query, key, value = broadcast_heads(query, key, value, enable_gqa)
@@ -187,8 +208,8 @@ def _draw_seed(q: Tensor) -> Tensor:
     return torch.randint(2**62, (), dtype=torch.int64, device=q.device)
 
 
-def _describe(found: Forward, sample: Sample | None = None) -> AttentionStatistics:
-    return AttentionStatistics.from_blocks(cast(Any, found.counts), cast(Any, found.numbers), sample=sample)
+def _describe(counts: Tensor | None, numbers: Tensor | None, sample: Sample | None = None) -> AttentionStatistics:
+    return AttentionStatistics.from_blocks(cast(Any, counts), cast(Any, numbers), sample=sample)
 
 
 def _describe_sample(call: TensorCall, count: int, seed: int) -> AttentionStatistics:
@@ -213,4 +234,4 @@ def _describe_sample(call: TensorCall, count: int, seed: int) -> AttentionStatis
     )
     with torch.no_grad():
         found = run_forward(sampled, True, False)
-    return _describe(found, Sample(cast(Any, positions), queries))
+    return _describe(found.counts, found.numbers, Sample(cast(Any, positions), queries))

@@ -2,15 +2,102 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from sqrtdk import backends
+from sqrtdk.call import OPEN_ABOVE, OPEN_BELOW
 from sqrtdk.torch.call import TensorCall
 
 # How kernel.h numbers dtypes and mask kinds.
 _CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 _BOOLEAN_MASK, _FIRST_FLOAT_MASK = 1, 2
+
+# Looked up once: finding them by their full names takes as long as calling them.
+_is_compiling = torch.compiler.is_compiling
+_count_modes = torch._C._len_torch_dispatch_stack
+_peek_transforms = torch._C._functorch.peek_interpreter_stack
+_is_autocast_enabled = torch.is_autocast_enabled
+_is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+_is_grad_enabled = torch.is_grad_enabled
+_count_threads = torch.get_num_threads
+_empty_like = torch.empty_like
+
+
+def attend_directly(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, causal: bool, statistics: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
+    """Output, numbers and counts of the plain operation, causal from the start or not; None if anything is unusual.
+
+    The way around all that other calls go through, which takes longer than computing a small one: plain tensors of one
+    dtype on the CPU, shapes that fit, nobody who watches, no gradient. Whatever is refused here is checked, explained
+    or computed by the longer way, so this may refuse too much, never too little.
+    """
+    try:
+        dtype, shape, others = query.dtype, query.shape, key.shape
+        if not (
+            type(query) is type(key) is type(value) is Tensor
+            and dtype is key.dtype is value.dtype
+            and query.is_cpu
+            and key.is_cpu
+            and value.is_cpu
+            and others == value.shape
+            and (shape == others or (shape[:-2] == others[:-2] and shape[-1] == others[-1] and not causal))
+            and len(shape) > 1
+            and query.numel()
+            and key.numel()
+            and not (_is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
+            and not (query.is_neg() or key.is_neg() or value.is_neg())
+            and is_unobserved()
+        ):
+            return None
+        plan = backends.plan()
+        factor = 1.0 / math.sqrt(shape[-1]) if scale is None else scale
+        if plan.forward is None or factor - factor != 0.0:
+            return None
+        # Contiguous in any case: a query that is dense in another order would hand that order on.
+        output = _empty_like(query) if query.is_contiguous() else query.new_empty(shape)
+        numbers = query.new_empty((11, *shape[:-1]), dtype=torch.float64) if statistics else None
+        counts = query.new_empty((2, *shape[:-1]), dtype=torch.int64) if statistics else None
+        item = query.itemsize
+        done = plan.forward(
+            plan.level,
+            min(_count_threads(), backends.MAX_THREADS),
+            _CODES[dtype],
+            (query.data_ptr(), item, shape, query.stride()),
+            (key.data_ptr(), item, others, key.stride()),
+            (value.data_ptr(), item, others, value.stride()),
+            factor,
+            None,
+            0,
+            None,
+            OPEN_BELOW,
+            0 if causal else OPEN_ABOVE,
+            0.0,
+            None,
+            (output.data_ptr(), item, shape, output.stride()),
+            None if numbers is None else _view(numbers),
+            None if counts is None else _view(counts),
+        )
+    except (AttributeError, KeyError, RuntimeError):  # no tensor, no floating one, none with strides
+        return None
+    return (output, numbers, counts) if done else None
+
+
+def is_unobserved() -> bool:
+    """Whether nothing between Python and the kernel has to be told of a call: no tracer, mode, profiler or autocast."""
+    return not (
+        _is_compiling()
+        or _count_modes()
+        or _peek_transforms() is not None
+        or forward_ad._current_level >= 0
+        or _is_autocast_enabled("cpu")
+        or _is_profiling()
+    )
 
 
 def kernel_takes(call: TensorCall) -> bool:
@@ -32,7 +119,7 @@ def run_kernel(call: TensorCall, plan: backends.Plan, statistics: bool) -> tuple
     query, key, value = _as_in_memory(query), _as_in_memory(key), _as_in_memory(value)
     shape = query.shape
     if value.shape[-1] == shape[-1] and query.is_contiguous():
-        output = torch.empty_like(query)
+        output = _empty_like(query)
     else:
         output = query.new_empty((*shape[:-1], value.shape[-1]))
     numbers = query.new_empty((11, *shape[:-1]), dtype=torch.float64) if statistics else None
@@ -47,7 +134,7 @@ def run_kernel(call: TensorCall, plan: backends.Plan, statistics: bool) -> tuple
         sinks = _as_in_memory(sinks.double()).contiguous()
     done = plan.forward(
         plan.level,
-        min(torch.get_num_threads(), backends.MAX_THREADS),
+        min(_count_threads(), backends.MAX_THREADS),
         _CODES[query.dtype],
         _view(query),
         _view(key),

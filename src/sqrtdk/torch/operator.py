@@ -11,7 +11,7 @@ from sqrtdk import backends
 from sqrtdk.errors import InvalidValueError
 from sqrtdk.torch import chunked
 from sqrtdk.torch.call import Backward, Forward, TensorCall, wide_dtype
-from sqrtdk.torch.kernel import kernel_takes, run_kernel
+from sqrtdk.torch.kernel import is_unobserved, kernel_takes, run_kernel
 
 _LIBRARY: Any = torch.library.Library("sqrtdk", "DEF")  # type: ignore[no-untyped-call]
 
@@ -33,7 +33,7 @@ def run_forward(call: TensorCall, statistics: bool, weights: bool) -> Forward:
 
     The dispatcher and the Python function behind it cost more than all the rest of a small call.
     """
-    if _is_unobserved(call.query, call.key, call.value):
+    if _goes_directly(call.query, call.key, call.value):
         return _forward_on_cpu(call, statistics, weights)
     return Forward(*torch.ops.sqrtdk.forward.default(*call, statistics, weights))
 
@@ -45,7 +45,7 @@ def run_backward(
     return Backward(*torch.ops.sqrtdk.backward.default(*call, grad_output, grad_weights, scale_too, mask_too))
 
 
-def _is_unobserved(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def _goes_directly(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return (
         query.is_cpu
         and key.is_cpu
@@ -53,10 +53,7 @@ def _is_unobserved(query: Tensor, key: Tensor, value: Tensor) -> bool:
         and type(query) in _PLAIN
         and type(key) in _PLAIN
         and type(value) in _PLAIN
-        and not torch.compiler.is_compiling()
-        and not torch._C._len_torch_dispatch_stack()
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and not torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+        and is_unobserved()
     )
 
 
