@@ -82,7 +82,7 @@ class Differentiable(torch.autograd.Function):
         found = differentiate(call, grad_output, grad_weights, scale_too=scale_too, mask_too=mask_too)
         to_scale = to_sinks = None
         if call.scale is not None and scale_too:
-            to_scale = (found.scale * call.factor).sum_to_size(call.scale.shape).to(call.scale.dtype)
+            to_scale = found.scale.sum_to_size(call.scale.shape).to(call.scale.dtype)
         if call.sinks is not None and ctx.needs_input_grad[5]:
             per_head = found.sinks.sum(dim=-1).reshape(call.heads_shape)
             to_sinks = per_head.sum_to_size(call.sinks.shape).to(call.sinks.dtype)

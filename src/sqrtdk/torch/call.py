@@ -11,9 +11,9 @@ from torch import Tensor
 class TensorCall(NamedTuple):
     """A call whose arguments have been checked, in the order of the operators' schema.
 
-    `scale` (times `factor`), `mask` and `sinks` broadcast to `[..., H, L]`, `[..., H, L, S]` and `[..., H]`. The query
-    in row i, at `positions[i]` or at i without them, sees key j if first ≤ j − position ≤ last and the mask lets it.
-    `seed` draws the dropout. A softcap of 0 is none.
+    `scale`, `mask` and `sinks` broadcast to `[..., H, L]`, `[..., H, L, S]` and `[..., H]`; without a scale `factor` is
+    it. The query in row i, at `positions[i]` or at i without them, sees key j if first ≤ j − position ≤ last and the
+    mask lets it. `seed` draws the dropout. A softcap of 0 is none.
     """
 
     query: Tensor

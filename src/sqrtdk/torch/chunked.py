@@ -15,18 +15,18 @@ from sqrtdk.torch.arguments import without_autocast
 from sqrtdk.torch.call import Backward, Forward, TensorCall, wide_dtype, working_dtype
 from sqrtdk.torch.tiles import Block, Entries, Tile, as_rank, by_group, cut_block, cut_entries, cut_tiles
 
+_SMALL, _LARGE = 2.0**-40, 2.0**40
+
 
 class Softmax(NamedTuple):
-    """What forward and backward both need: `[n, g, R, l, s]`, but `largest` and `total` `[n, g, R, l, 1]`."""
+    """What forward and backward both need, `[n, g, R, l, s]` each: tanh(scores/cap) if there is a cap, and
+    `sink_weight` `[n, g, R, l, 1]` if there is a sink."""
 
-    products: Tensor
     scores: Tensor
     squashed: Tensor | None
     logits: Tensor
-    largest: Tensor
-    exponentials: Tensor
-    total: Tensor
     weights: Tensor
+    sink_weight: Tensor | None
 
 
 def multiply(a: Tensor, b: Tensor) -> Tensor:
@@ -39,28 +39,31 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
 
 def compute_softmax(block: Block) -> Softmax:
     """The softmax of a block's logits, with what it was computed from."""
-    products = multiply(block.q, block.k.transpose(-1, -2))
-    scores = products * block.scale
+    # The scale goes into q: one pass over q instead of one over all scores.
+    scores = multiply(block.q * block.scale, block.k.transpose(-1, -2))
     squashed = torch.tanh(scores / block.softcap) if block.softcap else None
     logits = scores if squashed is None else squashed * block.softcap
     if block.bias is not None:
         logits = logits + block.bias
     if block.visible is not None:
         logits = logits.masked_fill(~block.visible, -torch.inf)
-    if logits.shape[-1]:
-        # The softmax does not depend on its origin: no gradient goes through it.
-        largest = logits.amax(dim=-1, keepdim=True).detach()
-    else:
-        largest = logits.new_full((*logits.shape[:-1], 1), -torch.inf)
-    # Seeing nothing gives zeros; seeing only logits of −inf (an infinite key) is 0/0 and must not look like it.
-    origin = largest
-    if block.visible is not None or not logits.shape[-1]:
-        origin = torch.where(visible_like(block, logits.shape).any(dim=-1, keepdim=True), largest, 0.0)
-    exponentials = torch.exp(logits - origin)
-    total = exponentials.sum(dim=-1, keepdim=True)
-    with_sink = total if block.sink is None else total + torch.exp(block.sink - origin)
-    weights = exponentials / torch.where(with_sink == 0.0, 1.0, with_sink)
-    return Softmax(products, scores, squashed, logits, largest, exponentials, total, weights)
+    weights = torch.softmax(logits, dim=-1)
+    if block.visible is not None:
+        # Seeing nothing gives zeros, not NaN; seeing only logits of −inf (an infinite key) stays NaN.
+        blind = ~block.visible.any(dim=-1, keepdim=True)
+        if block.may_be_traced or bool(blind.any()):
+            weights = weights.masked_fill(blind, 0.0)
+    sink_weight = None
+    if block.sink is not None:
+        sink_weight = torch.sigmoid(block.sink - _logsumexp(logits))
+        weights = weights * (1.0 - sink_weight)
+    return Softmax(scores, squashed, logits, weights, sink_weight)
+
+
+def _logsumexp(logits: Tensor) -> Tensor:
+    if not logits.shape[-1]:
+        return logits.new_full((*logits.shape[:-1], 1), -torch.inf)
+    return torch.logsumexp(logits, dim=-1, keepdim=True)
 
 
 def visible_like(block: Block, shape: tuple[int, ...]) -> Tensor:
@@ -70,7 +73,7 @@ def visible_like(block: Block, shape: tuple[int, ...]) -> Tensor:
     return block.visible.expand(shape)
 
 
-def _weigh(weights: Tensor, values: Tensor, visible: Tensor, is_finite: bool = False) -> Tensor:
+def _weigh(weights: Tensor, values: Tensor, visible: Tensor, is_finite: bool) -> Tensor:
     """weights `[n, g, R, l, s]` times values `[n, g, s, x]`; a value that a row does not see has no influence on it."""
     # A finite sum has finite terms, and takes one pass; an infinite one may be an overflow, so it only makes careful.
     if is_finite or math.isfinite(values.sum()):
@@ -98,13 +101,22 @@ def _drop(weights: Tensor, block: Block) -> Tensor:
 
 
 def _is_computable(block: Block, soft: Softmax, every_score: bool) -> bool:
-    """Whether the visible scores are finite: every one, or, for the weights, at least the largest of each row."""
-    if not every_score and math.isfinite(soft.largest.sum()):
+    """Whether the visible scores are finite: every one, or at least those that decide the weights."""
+    if not every_score and math.isfinite(soft.weights.sum()):
         return True
     finite = torch.isfinite(soft.scores)
     if block.visible is not None:
         finite = finite | ~block.visible
     return bool(finite.all())
+
+
+def _is_extreme(entries: Entries) -> bool:
+    """Whether a scale is so large or small that its product with q alone may leave the range of float32."""
+    if entries.scale is None:
+        size = abs(entries.call.factor)
+        return size != 0.0 and not _SMALL <= size <= _LARGE
+    sizes = entries.scale.abs()
+    return bool(((sizes > _LARGE) | ((sizes < _SMALL) & (sizes != 0.0))).any())
 
 
 def _soften(entries: Entries, tile: Tile, *, every_score: bool) -> tuple[Block, Softmax]:
@@ -113,7 +125,7 @@ def _soften(entries: Entries, tile: Tile, *, every_score: bool) -> tuple[Block, 
     block = cut_block(entries, tile, dtype)
     soft = compute_softmax(block)
     wide = wide_dtype(entries.q.device)
-    if dtype != wide and not _is_computable(block, soft, every_score):
+    if dtype != wide and (_is_extreme(entries) or not _is_computable(block, soft, every_score)):
         block = cut_block(entries, tile, wide)
         soft = compute_softmax(block)
     return block, soft
@@ -146,7 +158,9 @@ def _attend(call: TensorCall, statistics: bool, weights: bool, output: bool) -> 
             block, soft = _soften(entries, tile, every_score=statistics)
             if to_output is not None:
                 visible = visible_like(block, soft.logits.shape)
-                to_output[n, h, i] = _weigh(_drop(soft.weights, block), block.v, visible).flatten(1, 2).to(query.dtype)
+                to_output[n, h, i] = (
+                    _weigh(_drop(soft.weights, block), block.v, visible, False).flatten(1, 2).to(query.dtype)
+                )
             if to_weights is not None:
                 to_weights[n, h, i, j] = soft.weights.flatten(1, 2).to(query.dtype)
             if statistics:
@@ -162,13 +176,12 @@ def _describe(block: Block, soft: Softmax, wide: torch.dtype, first_key: int) ->
     count = visible.sum(dim=-1)
     some = count > 0
     keys = soft.logits.shape[-1]
-    logits, largest = soft.logits.to(wide), soft.largest.to(wide)
-    at = logits.argmax(dim=-1) if keys else torch.zeros_like(count)
+    logits = soft.logits.to(wide)
+    largest, at = logits.max(dim=-1, keepdim=True) if keys else (_logsumexp(logits), count[..., None])
     top = largest[..., 0]
     # The largest term is exactly 1 and is kept apart, so that what is left of it never drowns in rounding.
     below = largest - logits
-    tail = torch.exp(-below)
-    tail = torch.where(visible & (torch.arange(keys, device=at.device) != at[..., None]), tail, 0.0)
+    tail = torch.where(visible & (torch.arange(keys, device=at.device) != at), torch.exp(-below), 0.0)
     rest = tail.sum(dim=-1)
     total = 1.0 + rest
     mean, variance = _mean_and_variance(logits, visible, largest)
@@ -186,7 +199,7 @@ def _describe(block: Block, soft: Softmax, wide: torch.dtype, first_key: int) ->
     entropy = torch.minimum(entropy, torch.log(count.clip(min=1).to(wide)))
     return [
         count,
-        torch.where(some, at + first_key, -1),
+        torch.where(some, at[..., 0] + first_key, -1),
         top,
         logsumexp,
         torch.where(some, entropy, nothing) + poison,
@@ -279,27 +292,30 @@ def differentiate_block(
     block: Block, soft: Softmax, grad: Tensor, grad_weights: Tensor | None, scale_too: bool
 ) -> tuple[Backward, Tensor]:
     """A tile's gradients, and those of its logits; every operation can be differentiated in its turn."""
-    visible = visible_like(block, soft.logits.shape)
+    visible, finite = visible_like(block, soft.logits.shape), block.may_be_traced
     grad_soft = _drop(_hide(multiply(grad, block.v.transpose(-1, -2)), block), block)
     if grad_weights is not None:
         grad_soft = grad_soft + _hide(grad_weights, block)
-    delta = (soft.weights * grad_soft).sum(dim=-1, keepdim=True)
-    grad_logits = _hide((grad_soft - delta) * soft.weights, block)
+    nothing = grad.new_zeros(0)
+    to_sinks = to_scale = nothing
+    if soft.sink_weight is None:
+        softmax_backward = torch.ops.aten._softmax_backward_data.default
+        grad_logits = _hide(softmax_backward(grad_soft, soft.weights, -1, grad_soft.dtype), block)
+    else:
+        delta = (soft.weights * grad_soft).sum(dim=-1, keepdim=True)
+        grad_logits = _hide((grad_soft - delta) * soft.weights, block)
+        to_sinks = torch.where(visible.any(dim=-1), -(soft.sink_weight * delta)[..., 0], 0.0)
     grad_scores = grad_logits
     if soft.squashed is not None:
         grad_scores = _hide(grad_logits * (1.0 - soft.squashed.square()), block)
-    grad_products = grad_scores * block.scale
-    nothing = grad.new_zeros(0)
-    to_sinks = to_scale = nothing
-    if block.sink is not None:
-        sink_weight = torch.sigmoid(block.sink - soft.largest - torch.log(soft.total))
-        to_sinks = torch.where(visible.any(dim=-1, keepdim=True), -sink_weight * delta, 0.0)[..., 0]
+    # Σ dscore·k of each row: times the scale it is the gradient of q, times q that of the scale.
+    along_keys = _weigh(grad_scores, block.k, visible, finite)
     if scale_too:
-        to_scale = _hide(grad_scores * soft.products, block).sum(dim=-1)
+        to_scale = torch.where(visible.any(dim=-1), (along_keys * block.q).sum(dim=-1), 0.0)
     found = Backward(
-        query=_weigh(grad_products, block.k, visible, block.is_finite),
-        key=_weigh_by_keys(grad_products, block.q, visible, block.is_finite),
-        value=_weigh_by_keys(_drop(soft.weights, block), grad, visible, block.is_finite),
+        query=along_keys * block.scale,
+        key=_weigh_by_keys(grad_scores, block.q * block.scale, visible, finite),
+        value=_weigh_by_keys(_drop(soft.weights, block), grad, visible, finite),
         scale=to_scale,
         sinks=to_sinks,
         mask=nothing,

@@ -92,7 +92,7 @@ def _cut_whole(call: TensorCall) -> tuple[Block, Tensor]:
     block = cut_block(Entries(call, q, k, v, scale, mask, sinks, ()), tile, working_dtype(q.dtype))
     visible = visible_like(block, (*block.q.shape[:-1], keys))
     (block.q, bad_q), (block.k, bad_k), (block.v, bad_v) = (_set_aside(x) for x in (block.q, block.k, block.v))
-    block.is_finite = True
+    block.may_be_traced = True
     bad = bad_q[..., None] | (bad_k | bad_v)[:, :, None, None]
     return block, torch.where((visible & bad).any(dim=-1, keepdim=True), torch.nan, 1.0)
 

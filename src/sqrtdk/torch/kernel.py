@@ -37,6 +37,8 @@ def attend_directly(
     dtype on the CPU, shapes that fit, nobody who watches, no gradient. Whatever is refused here is checked, explained
     or computed by the longer way, so this may refuse too much, never too little.
     """
+    if not is_unobserved():
+        return None
     try:
         dtype, shape, others = query.dtype, query.shape, key.shape
         if not (
@@ -52,7 +54,6 @@ def attend_directly(
             and key.numel()
             and not (_is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
             and not (query.is_neg() or key.is_neg() or value.is_neg())
-            and is_unobserved()
         ):
             return None
         plan = backends.plan()
@@ -129,7 +130,7 @@ def run_kernel(call: TensorCall, plan: backends.Plan, statistics: bool) -> tuple
         mask = _as_in_memory(mask)
         mask_kind = _BOOLEAN_MASK if mask.dtype == torch.bool else _FIRST_FLOAT_MASK + _CODES[mask.dtype]
     if scale is not None:
-        scale = _as_in_memory(scale.double() * factor)
+        scale = _as_in_memory(scale.double())
     if sinks is not None:
         sinks = _as_in_memory(sinks.double()).contiguous()
     done = plan.forward(

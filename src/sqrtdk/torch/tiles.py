@@ -124,7 +124,7 @@ def _keys_of(call: TensorCall, rows: slice, keys: int) -> slice:
 class Block:
     """A tile's numbers in the working precision: q `[n, g, R, l, D]`, k and v `[n, g, s, ·]`.
 
-    `is_finite` if all numbers are known to be finite.
+    `may_be_traced` if nothing may be decided by looking at the numbers; q, k and v are finite then.
     """
 
     q: Tensor
@@ -137,7 +137,7 @@ class Block:
     sink: Tensor | None
     keep: Tensor | None
     kept_share: float
-    is_finite: bool = False
+    may_be_traced: bool = False
 
 
 def by_group(x: Tensor, shared: int) -> Tensor:
@@ -154,7 +154,7 @@ def cut_block(entries: Entries, tile: Tile, dtype: torch.dtype) -> Block:
     visible, bias = _visibility(entries, tile, h, dtype)
     scale: Tensor | float = call.factor
     if entries.scale is not None:
-        scale = by_group(entries.scale[n, h, i].to(dtype) * call.factor, shared)[..., None]
+        scale = by_group(entries.scale[n, h, i].to(dtype), shared)[..., None]
     sink = None
     if entries.sinks is not None:
         sink = by_group(entries.sinks[n, h].to(dtype), shared)[..., None, None]
