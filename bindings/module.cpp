@@ -203,7 +203,7 @@ void raise_unless_ok(sqrtdk::Status status, const char* level) {
 bool forward(const char* level, int threads, int dtype, nb::handle q_array, nb::handle k_array, nb::handle v_array,
              double scale_number, nb::handle scale_array, int mask_kind, nb::handle mask_array, int64_t first,
              int64_t last, double softcap, nb::handle sinks_array, nb::handle output_array, nb::handle floats_array,
-             nb::handle counts_array) {
+             nb::handle counts_array, uintptr_t team) {
     const View q(q_array), k(k_array), v(v_array), scale(scale_array), mask(mask_array), sinks(sinks_array);
     const int writable = PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS;
     const View output(output_array, writable), floats(floats_array, writable), counts(counts_array, writable);
@@ -236,6 +236,7 @@ bool forward(const char* level, int threads, int dtype, nb::handle q_array, nb::
     call.softcap = softcap;
     call.sinks = static_cast<const double*>(sinks.data());
     call.threads = threads;
+    call.team = reinterpret_cast<sqrtdk::Team>(team);
     Interrupts interrupts;
     call.interrupted = &Interrupts::poll;
     call.context = &interrupts;
@@ -312,7 +313,7 @@ NB_MODULE(_kernel, module) {
     module.def("forward", &forward, nb::arg("level"), nb::arg("threads"), nb::arg("dtype"), nb::arg("q"), nb::arg("k"),
                nb::arg("v"), nb::arg("scale_number"), nb::arg("scale").none(), nb::arg("mask_kind"),
                nb::arg("mask").none(), nb::arg("first"), nb::arg("last"), nb::arg("softcap"), nb::arg("sinks").none(),
-               nb::arg("output"), nb::arg("floats").none(), nb::arg("counts").none(),
+               nb::arg("output"), nb::arg("floats").none(), nb::arg("counts").none(), nb::arg("team") = 0,
                "One forward pass into output and statistics; False if an array is not aligned to its elements.");
     module.def("levels", &list_levels, "The CPU levels compiled in, best first: (name, runs here).");
     module.def("best_level", [] { return sqrtdk::best_level(); }, "The best level that runs here.");

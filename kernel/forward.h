@@ -158,7 +158,7 @@ Status run_tiles(const Forward& call) {
     Work work(call, heads * tiles);
     TilePass<T, In, statistics> pass{call, work, tiles};
     const double size = double(heads) * double(rows) * double(call.keys) * double(call.d_k + call.d_v);
-    if (!run_on_pool(useful_threads(call.threads, heads * tiles, size), pass.body, &pass)) return Status::out_of_memory;
+    if (!run_on_pool(useful_threads(call.threads, heads * tiles, size), pass.body, &pass, call.team)) return Status::out_of_memory;
     return work.status();
 }
 
@@ -180,7 +180,7 @@ Status run_few(const Forward& call) {
     Pass pass{call, work, splits, per_split, loops, outputs};
     const double size = double(heads) * double(rows) * double(call.keys) * double(call.d_k + call.d_v);
     // Bound by memory, a multiply-add takes about four times as long as in a tile.
-    if (!run_on_pool(useful_threads(call.threads, pieces, 4 * size), pass.body, &pass)) return Status::out_of_memory;
+    if (!run_on_pool(useful_threads(call.threads, pieces, 4 * size), pass.body, &pass, call.team)) return Status::out_of_memory;
     if (splits > 1 && work.status() == Status::ok)
         for (int64_t head = 0; head < heads; ++head)
             if (!pass.finish(head, loops + head * splits, outputs + head * splits * rows * call.d_v))

@@ -47,6 +47,10 @@ struct Statistics {
     double* sink_weight;
 };
 
+// Runs body(data) on `threads` threads, the caller's among them, and returns when all have returned: the team of a
+// runtime that the program has anyway, in place of the kernel's own threads. The signature is that of GOMP_parallel.
+using Team = void (*)(void (*body)(void*), void* data, unsigned threads, unsigned flags);
+
 struct Forward {
     Dtype dtype;
     int64_t batch, groups, shared, queries, keys, d_k, d_v;
@@ -61,6 +65,7 @@ struct Forward {
     void* output;          // contiguous [N, G, R, L, V] of dtype
     Statistics statistics;
     int threads;           // at least 1; the result does not depend on it
+    Team team = nullptr;   // null: the kernel's own threads
     // Called by the calling thread every few milliseconds; true stops the call. May be null.
     bool (*interrupted)(void* context);
     void* context;

@@ -3,6 +3,10 @@
 
 #include <pthread.h>
 #include <signal.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include <atomic>
 #include <cfenv>
@@ -298,11 +302,42 @@ private:
     const bool owns_;
 };
 
+// ---- A team of another runtime --------------------------------------------------------------------------------------
+
+struct TeamCall {
+    Body body;
+    void* context;
+    pthread_t owner;
+    std::atomic<int> others{0};
+    std::atomic<bool> failed{false};
+};
+
+void run_member(void* data) {
+    TeamCall& call = *static_cast<TeamCall*>(data);
+    DefaultFloatEnvironment environment;
+    const int worker = pthread_equal(pthread_self(), call.owner) ? 0 : call.others.fetch_add(1) + 1;
+    if (!call_body(call.body, call.context, worker)) call.failed.store(true);
+}
+
+bool is_first_thread() {
+#if defined(__linux__)
+    static thread_local const bool first = getpid() == static_cast<pid_t>(syscall(SYS_gettid));
+    return first;
+#else
+    return false;
+#endif
+}
+
 }  // namespace
 
-bool run_on_pool(int threads, Body body, void* context) {
+bool run_on_pool(int threads, Body body, void* context, Team team) {
     DefaultFloatEnvironment environment;
     if (threads > kMostThreads) threads = kMostThreads;
+    if (team != nullptr && threads > 1 && is_first_thread()) {
+        TeamCall call{body, context, pthread_self()};
+        team(run_member, &call, static_cast<unsigned>(threads), 0);
+        return !call.failed.load();
+    }
     Pool* pool = threads > 1 ? find_or_make_pool() : nullptr;
     if (pool == nullptr) return call_body(body, context, 0);
     Ownership ownership(*pool);

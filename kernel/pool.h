@@ -1,6 +1,8 @@
 // The threads of the kernel: one persistent pool per process.
 #pragma once
 
+#include "kernel.h"
+
 namespace sqrtdk {
 
 // Runs body(context, worker) on up to `threads` threads (at most 256) and returns when every started one has returned.
@@ -18,7 +20,11 @@ namespace sqrtdk {
 // inside a call, the fork waits until the workers have finished, and the call can be completed on both sides.
 //
 // Returns false if a body threw: its work is then incomplete. No exception leaves this function.
-bool run_on_pool(int threads, void (*body)(void* context, int worker), void* context);
+//
+// With a team the body runs on the team's threads instead, whose idle ones may still spin where a worker of the pool would
+// have to run. Only for the first thread of the process: Python may end any other by unwinding its stack, and frames of
+// a foreign runtime need not survive that. In a forked child the team must not be used any more.
+bool run_on_pool(int threads, void (*body)(void* context, int worker), void* context, Team team = nullptr);
 
 // pool_size() is declared in kernel.h.
 

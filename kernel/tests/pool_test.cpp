@@ -431,6 +431,36 @@ void print_latency() {
     time_calls(2, 300, 5e-3, "2 threads, 5 ms apart (asleep), until both are inside");
 }
 
+// A runtime in miniature, with the signature of GOMP_parallel.
+void run_on_new_threads(void (*body)(void*), void* data, unsigned threads, unsigned) {
+    std::vector<std::thread> others;
+    for (unsigned i = 1; i < threads; ++i) others.emplace_back(body, data);
+    body(data);
+    for (std::thread& other : others) other.join();
+}
+
+void test_a_team_runs_the_body() {
+    struct Seen {
+        std::atomic<int> times[4];
+        std::thread::id first;
+    } seen = {};
+    const auto note = [](void* context, int worker) {
+        Seen& to = *static_cast<Seen*>(context);
+        ++to.times[worker];
+        if (worker == 0) to.first = std::this_thread::get_id();
+    };
+    EXPECT(run_on_pool(4, note, &seen, run_on_new_threads));
+    for (const std::atomic<int>& times : seen.times) EXPECT(times == 1);
+    EXPECT(seen.first == std::this_thread::get_id());
+    EXPECT(!run_on_pool(3, [](void*, int worker) { if (worker != 0) throw std::runtime_error("no"); }, nullptr,
+                        run_on_new_threads));
+    // Another thread than the process's first is not given to a foreign runtime.
+    const sqrtdk::Team must_not_run = [](void (*)(void*), void*, unsigned, unsigned) { ++failures; };
+    std::thread([must_not_run] {
+        EXPECT(run_on_pool(2, [](void*, int) {}, nullptr, must_not_run));
+    }).join();
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -457,6 +487,7 @@ int main(int count, char** arguments) {
     }
     test_exit_during_a_call(arguments[0]);
     test_sizes();
+    test_a_team_runs_the_body();
     test_idle_pool_sleeps();
     if (failures != 0) return 1;
     std::printf("pool: everything holds%s\n", can_fork ? "" : " (fork not tested under this sanitizer)");

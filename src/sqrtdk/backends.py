@@ -246,6 +246,11 @@ def _default_threads() -> int:
     return max(1, min(available, MAX_THREADS))
 
 
+def is_openmp_stack_default() -> bool:
+    """Whether threads of OpenMP have the system's stack: on a smaller one the kernel's tiles might not fit."""
+    return not any(os.environ.get(name) for name in ("OMP_STACKSIZE", "GOMP_STACKSIZE", "KMP_STACKSIZE"))
+
+
 def _first_number(text: str) -> int | None:
     # OpenMP allows a list, one number per nesting level; what it would not understand is ignored, as OpenMP does.
     first = text.split(",")[0].strip()

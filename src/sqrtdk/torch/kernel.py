@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from sqrtdk import backends
 from sqrtdk.call import OPEN_ABOVE, OPEN_BELOW
 from sqrtdk.torch.call import TensorCall
+from sqrtdk.torch.team import find_team
 
 # How kernel.h numbers dtypes and mask kinds.
 _CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
@@ -83,6 +84,7 @@ def attend_directly(
             (output.data_ptr(), item, shape, output.stride()),
             None if numbers is None else _view(numbers),
             None if counts is None else _view(counts),
+            find_team(),
         )
     except (AttributeError, KeyError, RuntimeError):  # no tensor, no floating one, none with strides
         return None
@@ -151,6 +153,7 @@ def run_kernel(call: TensorCall, plan: backends.Plan, statistics: bool) -> tuple
         _view(output),
         None if numbers is None else _view(numbers),
         None if counts is None else _view(counts),
+        find_team(),
     )
     return (output, numbers, counts) if done else run_kernel(_copy_misaligned(call), plan, statistics)
 

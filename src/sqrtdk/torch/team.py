@@ -1,0 +1,57 @@
+"""The threads of torch's own OpenMP runtime, for the kernel to run on.
+
+After every operation of torch the idle threads of its runtime spin for milliseconds, on the very cores that other
+threads would have to run on. A layer of GPT-2 small (4 × 512 tokens, two cores) takes 5% less time with the kernel on
+these threads than with the kernel on threads of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from pathlib import Path
+
+import torch
+
+from sqrtdk import backends
+
+_address: int | None = None
+
+
+def find_team() -> int:
+    """The address of `GOMP_parallel` in the runtime that torch uses, 0 if there is none: own threads then.
+
+    Looked for at the first call. In a forked child it is 0: the threads of the parent are not there, and the runtime
+    would wait for them for ever.
+    """
+    global _address
+    if _address is None:
+        _address = _look_for_team()
+        if _address:
+            os.register_at_fork(after_in_child=_forget)
+    return _address
+
+
+def _forget() -> None:
+    global _address
+    _address = 0
+
+
+def _look_for_team() -> int:
+    if not backends.is_openmp_stack_default() or "OpenMP" not in torch.__config__.parallel_info():
+        return 0
+    try:
+        loaded = set(re.findall(r"\s(/\S*lib(?:gomp|omp|iomp5)\S*\.so\S*)", Path("/proc/self/maps").read_text()))
+    except OSError:  # not Linux
+        return 0
+    # Of several runtimes in a process the one beside torch's libraries is torch's.
+    own = [path for path in loaded if Path(path).is_relative_to(Path(torch.__file__).parent.parent)]
+    chosen = own if own else list(loaded)
+    if len(chosen) != 1:
+        return 0
+    try:
+        runtime = ctypes.CDLL(chosen[0], mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+        return ctypes.cast(runtime.GOMP_parallel, ctypes.c_void_p).value or 0
+    except (OSError, AttributeError):
+        return 0
