@@ -73,13 +73,13 @@ def test_ablate_shows_what_was_learned(capsys):
     line = "ablate --scale sqrt,learned,query,qk_norm --d-k 8 --seeds 1 --steps 3 --workers 1"
     code, out, _ = run(capsys, *line.split())
     assert code == 0
-    assert "temperature range" in out
-    assert "query (unit init, dₖ = 8, lr 0.001): the temperature went from 1 to" in out
+    assert "τ/√dₖ by layer" in out
+    assert "query (unit init, dₖ = 8, lr 0.001): τ/√dₖ went from 1 to" in out
     code, out, _ = run(capsys, *line.split(), "--json")
     rows = json.loads(out)["runs"]
     assert [len(row["temperatures"]) for row in rows if row["scale"] != "sqrt"] == [2, 2, 2]
     code, out, _ = run(capsys, *line.replace(",learned,query,qk_norm", "").split())
-    assert "temperature" not in out
+    assert "τ" not in out
 
 
 def test_scales_lists_those_that_learn_with_their_module(capsys):

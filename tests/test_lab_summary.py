@@ -175,26 +175,33 @@ def test_reading_of_equal_policies_and_of_a_policy_that_only_failed():
     assert "none (unit init, dₖ = 64, lr 0.001): every run failed." in text
 
 
-def learned(seed, mean, least, largest, spread, scale="learned"):
-    found = {"temperature": mean, "temperature_least": least, "temperature_largest": largest}
-    return run(scale, seed, 0.1) | found | {"temperature_spread": spread}
+def learned(seed, mean, heads, spread, scale="learned"):
+    found = {"temperature": mean, "temperature_least": min(heads), "temperature_largest": max(heads)}
+    return run(scale, seed, 0.1) | found | {"temperature_spread": spread, "temperatures": heads, "layers": 2}
 
 
 def test_temperatures_are_summed_up_only_where_some_were_learned():
     plain = [run("sqrt", seed, 0.2) for seed in range(3)]
     assert not any(name.startswith("temperature") for name in summarise(plain)[0])
     diverged = run("learned", 3, None, status="diverged")
-    rows = [learned(0, 1.0, 0.9, 1.1, 0.0), learned(1, 1.2, 0.8, 1.3, 0.2), learned(2, 1.1, 0.95, 1.2, 0.1), diverged]
+    # Two layers of two heads: the geometric means of a layer are 1, 1.2, 1.1 and 2, 1, 1.
+    rows = [
+        learned(0, 1.0, [0.8, 1.25, 4.0, 1.0], 0.0),
+        learned(1, 1.2, [1.2, 1.2, 1.0, 1.0], 0.2),
+        learned(2, 1.1, [1.1, 1.1, 0.5, 2.0], 0.1),
+        diverged,
+    ]
     sqrt, found = summarise([*plain, *rows])
     assert {name: value for name, value in sqrt.items() if name.startswith("temperature")} == dict.fromkeys(
-        ["temperature_median", "temperature_range", "temperature_spread_median"]
+        ["temperature_by_layer", "temperature_median", "temperature_range", "temperature_spread_median"]
     )
     assert found["temperature_median"] == 1.1
-    assert found["temperature_range"] == [0.8, 1.3]
+    assert found["temperature_by_layer"] == pytest.approx([1.1, 1.0])
+    assert found["temperature_range"] == [0.5, 4.0]
     assert found["temperature_spread_median"] == 0.1
     summary = choose_best([sqrt, found])
     sentences = [text for text in _read(Recall(), summary, compare([*plain, *rows], summary)) if "√dₖ" in text]
     assert len(sentences) == 1
-    assert "1.100 times √dₖ" in sentences[0]
-    assert "from 0.800 to 1.300" in sentences[0]
+    assert "from 1 to 1.100 in layer 1, 1.000 in layer 2" in sentences[0]
+    assert "single heads from 0.500 to 4.000" in sentences[0]
     assert "standard deviation of 0.1 (0 at the start)" in sentences[0]

@@ -121,7 +121,7 @@ def test_ablation_of_scales_that_learn():
     for name in names[1:]:
         least, largest = summary[name]["temperature_range"]
         assert least < summary[name]["temperature_median"] < largest
-        assert any(text.startswith(name) and "times √dₖ" in text for text in record.reading)
+        assert any(text.startswith(name) and "τ/√dₖ went from 1 to" in text for text in record.reading)
     assert {row["scale"] for row in record.tables["comparisons"]} == set(names[1:])
 
 

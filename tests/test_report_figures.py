@@ -1,5 +1,6 @@
 """Every kind of record has a figure, and the figure shows the record's numbers."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -183,6 +184,23 @@ def test_ablation_over_sizes_has_a_loss_panel_for_each():
     assert "Accuracy, dₖ = 64" in titles
 
 
+def test_ablation_of_learned_scales_shows_the_temperature_of_every_head():
+    record = make_ablation(seeds=3)
+    assert not [panel.title for panel in figure_for(record).panels if "temperature" in panel.title]
+    heads = [0.5, 2.0, 0.8, 0.9]
+    runs = [row | ({"temperatures": heads} if row["scale"] == "sqrt" else {}) for row in record.tables["runs"]]
+    best = [
+        row | {"temperature_by_layer": [1.0, 0.85] if row["scale"] == "sqrt" else None} for row in record.tables["best"]
+    ]
+    figure = figure_for(replace(record, tables={**record.tables, "runs": runs, "best": best}))
+    panel = panel_named(figure, "Learned temperature τ/√dₖ")
+    (dots,), (line,) = ([s for s in panel.series if isinstance(s, kind)] for kind in (Points, Line))
+    assert sorted(zip(dots.x, dots.y, strict=True)) == sorted(zip([1.0, 1.0, 2.0, 2.0] * 3, heads * 3, strict=True))
+    assert (line.x, line.y) == ((1.0, 2.0), (1.0, 0.85))
+    assert [line.value for line in panel.lines] == [1.0]
+    assert [label for _, label in panel.x.ticks] == ["layer 1", "layer 2"]
+
+
 def test_ablation_with_one_policy_colours_it_as_always():
     record = make_ablation()
     record = replace(
@@ -252,7 +270,8 @@ def relative_luminance(colour):
 def test_colours_stand_out_on_light_and_dark_pages(background):
     from sqrtdk import scales
 
-    for colour in [policy_colour(name) for name in scales.names()] + list(VERDICT_COLOURS.values()):
+    names = [*scales.names(), *scales.LEARNABLE, "qk_norm:1"]
+    for colour in [policy_colour(name) for name in names] + list(VERDICT_COLOURS.values()):
         pair = sorted([relative_luminance(colour), relative_luminance(background)])
         assert (pair[1] + 0.05) / (pair[0] + 0.05) >= 3.0, colour
 
@@ -260,8 +279,14 @@ def test_colours_stand_out_on_light_and_dark_pages(background):
 def test_every_registered_policy_has_a_colour_of_its_own():
     from sqrtdk import scales
 
-    colours = [policy_colour(name) for name in scales.names()]
-    assert len(set(colours)) == len(colours)
+    names = {*scales.names(), *scales.LEARNABLE, "qk_norm:1"}
+    assert len({policy_colour(name) for name in names}) == len(names)
+
+
+def test_what_is_compared_most_is_told_apart_at_a_glance():
+    names = ("none", "sqrt", "inverse", "learned", "query", "position", "qk_norm")
+    colours = [tuple(int(policy_colour(name)[i : i + 2], 16) for i in (1, 3, 5)) for name in names]
+    assert min(math.dist(a, b) for a, b in itertools.combinations(colours, 2)) > 60
 
 
 @pytest.mark.parametrize(("losses", "log"), [([2.6, 2.7, 2.8], False), ([0.002, 2.6], True), ([0.0, 2.6], False)])

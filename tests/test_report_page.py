@@ -214,6 +214,26 @@ def test_cells(value, text):
     assert format_cell(value) == text
 
 
+def test_two_layers_are_no_interval():
+    assert format_cell([1.2, 0.9], "temperature_by_layer") == "1.2, 0.9"
+    assert "<td>1.2, 0.9</td>" in render_table([{"temperatures": [1.2, 0.9]}]).replace(' class="number"', "")
+    assert format_cell([0.9, 1.2], "temperature_range") == "0.9 to 1.2"
+
+
+def test_learned_scales_have_a_section_of_their_own():
+    plain = make_ablation()
+    best = [{**row, "temperature_by_layer": None} for row in plain.tables["best"]]
+    best[1]["temperature_by_layer"] = [1.2, 0.9]
+    runs = [{**row, "temperatures": [1.2, 0.9]} for row in plain.tables["runs"]]
+    learned = replace(plain, tables={**plain.tables, "runs": runs, "best": best})
+    page = render_report([learned, plain])
+    assert page.index("<h2>Exercise 3: training with and without the scale</h2>") < page.index(
+        "<h2>Temperatures that learn</h2>"
+    )
+    assert 'id="ablation"' in page
+    assert 'id="learned"' in page
+
+
 def test_rows_with_different_keys_make_one_table():
     text = render_table([{"a": 1}, {"b": 2.5}])
     assert text.count("<th") == 3  # thead and two columns

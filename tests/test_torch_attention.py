@@ -190,6 +190,17 @@ def test_every_policy(policy, dtype):
     assert_as_reference(q, k, v, scale=policy, mask=mask, causal=True, causal_offset=3)
 
 
+@pytest.mark.parametrize(
+    ("q_shape", "k_shape", "mask"),
+    [((5, 3), (6, 3), (1, 5, 6)), ((5, 3), (6, 3), (1, 1, 6)), ((5, 3), (0, 3), (5, 0)), ((4, 5, 3), (2, 0, 3), (1,))],
+    ids=str,
+)
+def test_a_policy_counts_keys_under_masks_of_more_axes_than_one_head_has_and_of_none(q_shape, k_shape, mask):
+    q, k, v = draw(17, q_shape, k_shape, 2)
+    visible = torch.from_numpy(np.random.default_rng(17).random(mask) < 0.7)
+    assert_as_reference(q, k, v, mask=visible, scale="log_n")
+
+
 def test_changing_the_scale_changes_the_output_and_scaling_k_is_scaling_q():
     q, k, v = draw(12, (2, 4, 5, 8), (2, 2, 6, 8), 3)
     plain = attention(q, k, v).output

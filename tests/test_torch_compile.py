@@ -178,3 +178,26 @@ def test_compiled_by_inductor():
 
     leaves, others = require_grad(*small_tensors(5)), require_grad(*small_tensors(5))
     assert_same_with_gradients(torch.compile(function, fullgraph=True)(*leaves), function(*others), leaves, others)
+
+
+class Attending(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix = torch.nn.Parameter(torch.eye(3, dtype=torch.float64))
+        self.log_scale = torch.nn.Parameter(torch.zeros(4, 1, dtype=torch.float64))
+
+    def forward(self, q, k, v):
+        found = attention(q @ self.mix, k, v, scale=self.log_scale.exp())
+        return found.output, found.statistics.entropy
+
+
+def test_exported_programs_keep_their_gradients():
+    module, tensors = Attending(), small_tensors(6)
+    exported = torch.export.export(module, tensors).module()
+    others = small_tensors(7)
+    for one, other in zip(exported(*others), module(*others), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
+    for program in (exported, module):
+        program(*others)[0].square().sum().backward()
+    for name, own in module.named_parameters():
+        torch.testing.assert_close(exported.get_parameter(name).grad, own.grad, rtol=1e-10, atol=1e-12)

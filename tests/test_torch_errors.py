@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+import sqrtdk
 from sqrtdk import SqrtdkError, scales
 from sqrtdk.torch import attention, scaled_dot_product_attention
 from sqrtdk.torch.scales import LearnableScale
@@ -173,6 +174,15 @@ def test_on_the_cpu_a_scale_or_sink_tensor_must_be_finite(poison):
         attention(Q, K, V, sinks=torch.tensor([1.0, 1.0, poison, 1.0], requires_grad=True))
 
 
+@pytest.mark.slow
+def test_a_causal_bias_of_torch_is_refused_for_its_elements_mean_nothing():
+    from torch.nn.attention.bias import causal_upper_left
+
+    for call in (lambda bias: attention(Q, K, V, mask=bias), lambda bias: scaled_dot_product_attention(Q, Q, Q, bias)):
+        with pytest.raises(TypeError, match=r"mask must be a tensor of elements, got CausalBias; .* causal"):
+            call(causal_upper_left(5, 5))
+
+
 def test_nested_tensors_are_refused():
     nested = torch.nested.nested_tensor([torch.ones(4, 5, 8), torch.ones(4, 3, 8)], layout=torch.jagged)
     with pytest.raises(SqrtdkError, match=r"query must be .*, got .*(nested|jagged)"):
@@ -224,3 +234,10 @@ def test_without_torch_the_error_names_the_extra():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert 'torch is not installed; it comes with: pip install "sqrtdk[torch]"' in done.stdout
+
+
+def test_a_tensor_with_a_gradient_is_not_taken_for_an_array():
+    q = torch.zeros(3, 4, requires_grad=True)
+    with pytest.raises(SqrtdkError, match=r"query must be an array, got Tensor .*sqrtdk\.torch\.attention") as raised:
+        sqrtdk.attention(q, q, q)
+    assert isinstance(raised.value, TypeError)

@@ -133,17 +133,21 @@ def test_vmap_of_policies_works_or_says_that_it_cannot():
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
 
 
-def test_vmap_of_dropout_is_one_draw_for_all_or_none():
+def test_vmap_of_dropout_draws_as_vmap_is_told():
     q = torch.zeros(3, 4, 5, 3, dtype=torch.float64)
     k, v = torch.zeros(4, 6, 3, dtype=torch.float64), torch.rand(4, 6, 2, dtype=torch.float64)
 
     def function(q):
         return attention(q, k, v, dropout=0.5).output
 
-    found = torch.func.vmap(function, randomness="same")(q)
-    assert found.shape == (3, 4, 5, 2)
-    with pytest.raises(SqrtdkError, match=r"dropout cannot differ along the axis of vmap"):
-        torch.func.vmap(function, randomness="different")(q)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        same = torch.func.vmap(function, randomness="same")(q)
+        different = torch.func.vmap(function, randomness="different")(q)
+    assert same.shape == different.shape == (3, 4, 5, 2)
+    assert torch.equal(same[0], same[1])
+    assert torch.equal(same[0], same[2])
+    assert not torch.equal(different[0], different[1])
     with pytest.raises(RuntimeError, match="randomness"):
         torch.func.vmap(function)(q)
 
@@ -283,6 +287,51 @@ def test_defaults_of_the_process_do_not_leak_in():
         torch.set_default_dtype(before)
 
 
+def test_another_default_dtype_changes_no_derivative():
+    leaves = require_grad(*small_tensors(17, torch.float32))
+    found = []
+    before = torch.get_default_dtype()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        dropped = attention(*leaves, dropout=0.5).output
+    try:
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            torch.set_default_dtype(dtype)
+            first = torch.autograd.grad(attention(*leaves).output.square().sum(), leaves, create_graph=True)
+            second = torch.autograd.grad(sum(x.square().sum() for x in first), leaves)
+            tangent = torch.func.jvp(lambda q: attention(q, *leaves[1:]).output, leaves[:1], leaves[:1])[1]
+            found.append((*second, tangent, *torch.autograd.grad(dropped.sum(), leaves, retain_graph=True)))
+    finally:
+        torch.set_default_dtype(before)
+    for other in found[1:]:
+        for one, two in zip(found[0], other, strict=True):
+            torch.testing.assert_close(one, two, rtol=0, atol=0)
+
+
+class Wrapper(torch.Tensor):
+    """A tensor without memory of its own: it holds another, and operators are given that."""
+
+    @staticmethod
+    def __new__(cls, held):
+        return torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype, strides=held.stride())
+
+    def __init__(self, held):
+        self.held = held
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        return function(*(x.held if isinstance(x, Wrapper) else x for x in args), **(kwargs or {}))
+
+
+def test_every_tensor_may_be_one_without_memory():
+    q, k, v = small_tensors(18)
+    others = {"scale": torch.rand(4, 5).double(), "sinks": torch.rand(4).double(), "mask": torch.rand(5, 6).double()}
+    expected = attention(q, k, v, **others).output
+    for name, tensor in others.items():
+        found = attention(q, k, v, **(others | {name: Wrapper(tensor)})).output
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=name)
+
+
 class Marked(torch.Tensor):
     """A tensor of another class, as libraries that watch or wrap tensors make them."""
 
@@ -348,3 +397,27 @@ def test_memory_grows_by_blocks_not_by_all_logits_and_not_by_copies(kind, backen
         [sys.executable, "-c", MEASURE, backend, kind], capture_output=True, text=True, timeout=120, check=True
     )
     assert int(done.stdout) < 64
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # shapes are checked once, while tracing
+def test_a_trace_records_the_operation_and_not_its_memory():
+    class Head(torch.nn.Module):
+        def forward(self, q, k, v):
+            return attention(q, k, v, statistics=False).output
+
+    q, k, v = (torch.randn(1, 2, 5, 8, generator=torch.Generator().manual_seed(at)) for at in range(3))
+    with torch.no_grad():
+        traced = torch.jit.trace(Head(), (q, k, v), check_trace=False)
+        torch.testing.assert_close(traced(k, v, q), Head()(k, v, q))
+        torch.testing.assert_close(traced(q, q, q), Head()(q, q, q))
+
+
+def test_zeros_that_lie_nowhere_are_zeros():
+    nowhere = torch._efficientzerotensor((1, 2, 5, 8))
+    assert nowhere.data_ptr() == 0
+    zeros = torch.zeros(1, 2, 5, 8)
+    v = torch.randn(1, 2, 5, 8, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(attention(nowhere, nowhere, v).output, attention(zeros, zeros, v).output)
+    torch.testing.assert_close(
+        attention(zeros, nowhere, v, softcap=2.0).output, attention(zeros, zeros, v, softcap=2.0).output
+    )

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
 from sqrtdk import SqrtdkError
 from sqrtdk.torch import attention, scaled_dot_product_attention, tiles
-from torch_cases import FIELDS, draw, draw_like, require_grad, unit, widen
+from torch_cases import FIELDS, assert_close, attend_in_reference, draw, draw_like, require_grad, unit, widen
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -149,6 +149,19 @@ def test_a_mask_and_is_causal_intersect(kind):
         found = scaled_dot_product_attention(q, k, v, bias, is_causal=True)
         expected = torch_sdpa(q, k, v, bias.masked_fill(~both, -math.inf))
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("statistics", [False, True])
+def test_a_mask_entry_beyond_float32_is_a_number_beside_float32(statistics):
+    q, k, v = draw(7, (2, 3, 4), (2, 4, 4), 2, torch.float32)
+    mask = torch.tensor([[0.0, -1e100, -1e100, 0.0], [-1e100] * 4, [0.0] * 4], dtype=torch.float64)
+    found, expected = attention(q, k, v, mask=mask, statistics=statistics), attend_in_reference(q, k, v, mask=mask)
+    assert_close(found.output, expected.output, 1e-5, "output")
+    if statistics:
+        assert_close(found.statistics.logit_mean, expected.statistics.logit_mean, 1e-5, "logit_mean")
+    leaf = q.clone().requires_grad_()
+    attention(leaf, k, v, mask=mask).output.sum().backward()
+    assert torch.isfinite(leaf.grad).all()
 
 
 def test_rows_that_see_nothing_are_zero_and_so_are_their_gradients():

@@ -89,6 +89,10 @@ def _as_array(name: str, value: npt.ArrayLike) -> Array:
         raise InvalidValueError(
             f"{name} must be an array or nested lists of one shape, got neither ({error})"
         ) from None
+    except (RuntimeError, TypeError) as error:  # a tensor with a gradient, or on another device
+        raise InvalidTypeError(
+            f"{name} must be an array, got {type(value).__name__} ({error}); sqrtdk.torch.attention takes tensors"
+        ) from None
 
 
 def as_float_array(name: str, value: npt.ArrayLike) -> Array:

@@ -159,9 +159,10 @@ def use_threads(count: int | None) -> AbstractContextManager[None]:
 def plan() -> Plan:
     """The backend and threads of the next call; worked out once, and again after `use` or `use_threads`."""
     global _plan
-    if _plan is None:
-        _plan = _make_plan()
-    return _plan
+    found = _plan  # another thread may forget it at any time
+    if found is None:
+        found = _plan = _make_plan()
+    return found
 
 
 def warn_without_kernel() -> None:

@@ -169,8 +169,9 @@ def ablate(
         record = lab.ablate(spec, store=store, workers=workers, progress=bar.follow("training"))
     shown = ["scale", "d_k", "init", "lr", "final_loss_median", "final_loss_iqr", "solved_fraction"]
     shown += ["steps_to_threshold_median", "n"]
-    shown += [name for name in record.tables["summary"][0] if name.startswith("temperature")]
-    _present(record, {"summary": shown}, json, plot, curves=curves)
+    shown += ["temperature_by_layer", "temperature_range", "temperature_spread_median"]
+    there = [name for name in shown if name in record.tables["summary"][0]]
+    _present(record, {"summary": there}, json, plot, curves=curves)
 
 
 @app.command(epilog="Example: sqrtdk temperature --d-k 64 --n 32 --plot temperature.png")
@@ -247,7 +248,7 @@ def list_scales(json: Json = False) -> None:
 @app.command(epilog="Example: sqrtdk bench --suite square,real --output benchmark.json --plot benchmark.png")
 def bench(
     suite: Annotated[
-        str | None, typer.Option(help="square,statistics,real,overhead,tensors,model,growth,memory; default: all.")
+        str | None, typer.Option(help="square, statistics, real, overhead, tensors, model, growth, memory; default all")
     ] = None,
     rounds: Annotated[int | None, typer.Option(help="Rounds per case that should count; default: 15, quick 7.")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of everyone; default: as `sqrtdk info` says.")] = None,
@@ -289,12 +290,13 @@ def report(
 ) -> None:
     """Claims, exercises and the ablation in one self-contained HTML file, and a summary here."""
     from sqrtdk import terminal
-    from sqrtdk.claims import check_claims, run_learning_ablation, run_trained_swap
+    from sqrtdk.claims import check_claims, run_learning_ablation, run_temperature_ablation, run_trained_swap
     from sqrtdk.report import require_page, write_report
 
     require_page(output)
     with _effort(seed, seeds, steps, store, workers) as (effort, bar):
         ablation = run_learning_ablation(effort)
+        learned = run_temperature_ablation(effort)
         swap = run_trained_swap(effort)
         found = check_claims(None, effort, on_claim=lambda claim, i, n: bar.show(f"checking {claim.id}", i / n))
         bar.show("exercises", 0.9)
@@ -306,10 +308,10 @@ def report(
             exercises.gradients(seed=seed),
             exercises.explain(seed=seed),
             ablation,
+            learned,
             swap,
         ]
-    command = f"sqrtdk report --seed {seed} --seeds {seeds} --steps {steps}"
-    written = write_report(records, output, command=command)
+    written = write_report(records, output, command=f"sqrtdk report --seed {seed} --seeds {seeds} --steps {steps}")
     if json:
         terminal.print_json(found)
     else:

@@ -114,7 +114,7 @@ def _table_width(widths: Iterable[int]) -> int:
 
 
 def _text(name: str, value: Any) -> str:
-    return title_column(str(value)) if name == "quantity" else format_cell(value)
+    return title_column(str(value)) if name == "quantity" else format_cell(value, name)
 
 
 def _cell(name: str, value: Any) -> str:

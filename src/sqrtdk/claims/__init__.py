@@ -10,10 +10,20 @@ from dataclasses import asdict
 from sqrtdk.claims import gradients, learning, operation, saturation, scaling, variance  # noqa: F401
 from sqrtdk.claims.claim import CLAIMS, SOURCES, Claim, Effort, Finding
 from sqrtdk.claims.learning import run_learning_ablation, run_trained_swap
+from sqrtdk.claims.scaling import run_temperature_ablation
 from sqrtdk.errors import InvalidValueError, MissingExtraError, missing_extra, unknown_name
 from sqrtdk.records import Record
 
-__all__ = ["Claim", "Effort", "Finding", "check_claims", "list_claims", "run_learning_ablation", "run_trained_swap"]
+__all__ = [
+    "Claim",
+    "Effort",
+    "Finding",
+    "check_claims",
+    "list_claims",
+    "run_learning_ablation",
+    "run_temperature_ablation",
+    "run_trained_swap",
+]
 
 _GROUPS = ("op", "var", "soft", "grad", "scale")
 

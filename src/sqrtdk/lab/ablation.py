@@ -82,12 +82,13 @@ def _read(task: Task, best: Sequence[Mapping[str, Any]], comparisons: Sequence[M
 
 def _headline(task: Task, best: Sequence[Mapping[str, Any]]) -> str:
     several_inits = len({row["init"] for row in best}) > 1
+    rates = ", each at its best learning rate" if any(row["lrs"] > 1 for row in best) else ""
     parts = [
         f"{row['scale']}{' (' + row['init'] + ')' if several_inits else ''} {show_loss(row['final_loss_median'])}"
         for row in best
     ]
     return (
-        f"median held-out loss of {best[0]['n']} seeds, each at its best learning rate: {', '.join(parts)}; "
+        f"median held-out loss of {best[0]['n']} seed{'s' if best[0]['n'] != 1 else ''}{rates}: {', '.join(parts)}; "
         f"chance {show_loss(task.chance_loss)}."
     )
 
@@ -128,9 +129,10 @@ def _read_setting(row: Mapping[str, Any]) -> str:
 def _read_learned(row: Mapping[str, Any]) -> str:
     least, largest = row["temperature_range"]
     spread = row["temperature_spread_median"]
+    layers = ", ".join(f"{t:.3f} in layer {layer}" for layer, t in enumerate(row["temperature_by_layer"], start=1))
     return (
-        f"{_name(row)}: the temperature went from 1 to {row['temperature_median']:.3f} times √dₖ (median of the runs' "
-        f"means), the heads from {least:.3f} to {largest:.3f}"
+        f"{_name(row)}: τ/√dₖ went from 1 to {layers} (medians of the seeds), single heads from {least:.3f} to "
+        f"{largest:.3f}"
         + (
             f"; over the queries of a head ln τ has a standard deviation of {spread:.2g} (0 at the start)"
             if spread

@@ -31,9 +31,9 @@ def _require_scale(name: str, value: object) -> None:
         raise InvalidTypeError(f"{name} must be the name of a scaling policy, got {type(value).__name__}")
     if value in scales.LEARNABLE:
         return
-    known = [*scales.names(), *scales.LEARNABLE]
+    known = {*scales.names(), *scales.LEARNABLE}
     if value.partition(":")[0] not in known:
-        raise unknown_name("scaling policy", value, known)
+        raise unknown_name("scaling policy", value, list(known))
     scales.resolve(value)
 
 

@@ -94,7 +94,7 @@ def summarise(runs: Sequence[RunRow]) -> Rows:
 
     `final_loss_iqr` is [lower quartile, upper quartile] over the seeds, not a confidence interval.
     `steps_to_threshold_median` is over the `reached_threshold` runs whose training loss got below the threshold.
-    With a scale that learns in the grid there are three columns more, see `_summarise_learned`.
+    With a scale that learns in the grid there are columns more, see `_summarise_learned`.
     """
     groups = _group(runs)
     learned = any("temperature" in row for row in runs)
@@ -208,12 +208,19 @@ def _summarise_setting(setting: Setting, rows: Sequence[RunRow]) -> dict[str, An
 
 
 def _summarise_learned(rows: Sequence[RunRow]) -> dict[str, Any]:
-    """Where learned temperatures ended, in units of √dₖ: the median over the seeds of a run's mean, least and largest
-    head of all runs, and the median spread of ln τ over queries; None for a scale that does not learn."""
+    """Where learned temperatures ended, in units of √dₖ; None for a scale that does not learn.
+
+    Medians over the seeds of each layer's mean and of the run's, least and largest head of all runs, and the median
+    spread of ln τ over queries.
+    """
     found = [row for row in rows if "temperature" in row]
     if not found:
-        return {"temperature_median": None, "temperature_range": None, "temperature_spread_median": None}
+        names = ("temperature_by_layer", "temperature_median", "temperature_range", "temperature_spread_median")
+        return dict.fromkeys(names)
+    # Temperatures multiply: the mean of a layer's heads is the geometric one, as that of a whole run is.
+    by_layer = [np.log(row["temperatures"]).reshape(row["layers"], -1).mean(axis=1) for row in found]
     return {
+        "temperature_by_layer": np.exp(np.median(by_layer, axis=0)).tolist(),
         "temperature_median": quartiles([row["temperature"] for row in found]).median,
         "temperature_range": [
             min(row["temperature_least"] for row in found),

@@ -37,7 +37,7 @@ def show_ablation(record: Record) -> Figure:
     curves = _group_runs(record.curves["runs"])
     finals = _group_runs(record.tables["runs"])
     varying = [name for name in ("init", "d_k", "lr") if len({getattr(group, name) for group in finals}) > 1]
-    best = set(_group_runs(record.tables["best"]))
+    best = _group_runs(record.tables["best"])
     inits, policies = (list(dict.fromkeys(getattr(group, name) for group in finals)) for name in ("init", "scale"))
     shown = {
         group: curves[group]
@@ -53,24 +53,31 @@ def show_ablation(record: Record) -> Figure:
     # With several dₖ the remaining panels follow the largest, where the scale matters most.
     last = max(group.d_k for group in shown)
     suffix = f", dₖ = {last}" if "d_k" in varying else ""
+    learned = {
+        group: best[group][0] for group in shown if group.d_k == last and best[group][0].get("temperature_by_layer")
+    }
+    # The accuracy says little that the losses do not: it makes room.
+    if learned:
+        panels.append(_show_temperatures(learned, finals, "Learned temperature τ/√dₖ" + suffix))
+    else:
+        panels.append(_show_curves(shown, names, last, "accuracy", "Accuracy" + suffix, seeds=False))
     for quantity, title in (
-        ("accuracy", "Accuracy"),
         ("entropy_ratio", "Entropy ratio H/ln n"),
         ("saturation_index", "Saturation index ρ"),
         ("grad_q", "Gradient norm of W_q"),
     ):
         panels.append(_show_curves(shown, names, last, quantity, title + suffix, seeds=False))
-    rate = (
-        " Each policy is shown at its own best learning rate; the final losses show every rate."
-        if "lr" in varying
-        else ""
-    )
+    caption = "Thin lines and dots are single seeds"
+    caption += ", for temperatures each of their heads" if learned else ""
+    caption += "; bold lines and bars are medians over seeds."
+    if "lr" in varying:
+        caption += " Each policy is shown at its own best learning rate; the final losses show every rate."
     return Figure(
         f"Training with different scales: {record.spec.get('task', 'ablation')}",
         tuple(panels),
         columns=3,
         panel_height=270,
-        caption=f"Thin lines and dots are single seeds; bold lines and bars are medians over seeds.{rate}",
+        caption=caption,
     )
 
 
@@ -240,6 +247,35 @@ def _show_finals_by_rate(finals: Mapping[_Group, Sequence[Mapping[str, Any]]]) -
         Axis("learning rate", log=True, ticks=tuple((rate, f"{rate:g}") for rate in rates)),
         Axis("", log=_spans_decades(every)),
         tuple(series),
+    )
+
+
+def _show_temperatures(
+    best: Mapping[_Group, Mapping[str, Any]], finals: Mapping[_Group, Sequence[Mapping[str, Any]]], title: str
+) -> Panel:
+    """Where learned temperatures ended: a dot per head and seed, the medians of the layers joined by a line."""
+    series: list[Series] = []
+    layers = 0
+    for place, (group, row) in enumerate(best.items()):
+        colour, medians = policy_colour(group.scale), row["temperature_by_layer"]
+        layers = len(medians)
+        # A small step aside for each setting keeps dots of one layer apart.
+        places = [layer + 1 + 0.5 * ((place + 0.5) / len(best) - 0.5) for layer in range(layers)]
+        dots = [
+            (places[index * layers // len(run["temperatures"])], value, f"seed {run['seed']}: {value:.3f}")
+            for run in finals[group]
+            for index, value in enumerate(run.get("temperatures", ()))
+        ]
+        x, y, text = zip(*dots, strict=True)
+        series.append(Points(numbers(x), numbers(y), colour, size=5.0, text=text))
+        series.append(Line(numbers(places), numbers(medians), colour, dash=_DASHES.get(group.init, "dot"), width=2.4))
+    ticks = tuple((float(layer), f"layer {layer}") for layer in range(1, layers + 1))
+    return Panel(
+        title,
+        Axis(ticks=ticks, low=0.5, high=layers + 0.5),
+        Axis(""),
+        tuple(series),
+        (ReferenceLine(1.0, "√dₖ", label_at="start"),),
     )
 
 

@@ -60,6 +60,11 @@ _SECTIONS = {
         "the learning rate?",
         "sqrtdk ablate",
     ),
+    "learned": _Section(
+        "Temperatures that learn",
+        "Where does a temperature go that is learned with the weights, do queries come to differ, and does it help?",
+        "sqrtdk ablate --scale sqrt,learned,query",
+    ),
     "swap": _Section(
         "Changing the scale of a trained model",
         "Is the scale critical only at random initialisation, or in a trained model as well?",
@@ -131,23 +136,31 @@ def _name_records(records: Mapping[str, Record] | Sequence[Record]) -> dict[str,
     else:
         pairs = []
         for record in records:
-            taken = sum(other.kind == record.kind for _, other in pairs)
-            pairs.append((record.kind if not taken else f"{record.kind}-{taken + 1}", record))
+            topic = _topic(record) if isinstance(record, Record) else ""
+            taken = sum(_topic(other) == topic for _, other in pairs)
+            pairs.append((topic if not taken else f"{topic}-{taken + 1}", record))
     if not pairs:
         raise InvalidValueError("records must hold at least one record, got none")
     for name, record in pairs:
         if not isinstance(record, Record):
             raise InvalidTypeError(f"records must hold Record objects, got {type(record).__name__} for {name!r}")
-    order = {kind: place for place, kind in enumerate(_SECTIONS)}
-    return dict(sorted(pairs, key=lambda pair: order.get(pair[1].kind, len(order))))
+    order = {topic: place for place, topic in enumerate(_SECTIONS)}
+    return dict(sorted(pairs, key=lambda pair: order.get(_topic(pair[1]), len(order))))
+
+
+def _topic(record: Record) -> str:
+    """The section that a record belongs to: its kind, or "learned" for an ablation of scales that learn."""
+    learns = record.kind == "ablation" and any(row.get("temperature_by_layer") for row in record.tables["best"])
+    return "learned" if learns else record.kind
 
 
 def _heading(name: str, record: Record) -> str:
-    section = _SECTIONS.get(record.kind)
-    title = section.title if section is not None else record.kind
-    if name == record.kind:
+    topic = _topic(record)
+    section = _SECTIONS.get(topic)
+    title = section.title if section is not None else topic
+    if name == topic:
         return title
-    return f"{title} ({name.removeprefix(record.kind).strip('_- ').replace('_', ' ') or name})"
+    return f"{title} ({name.removeprefix(topic).strip('_- ').replace('_', ' ') or name})"
 
 
 def _count_verdicts(records: Mapping[str, Record]) -> Counter[str]:
@@ -182,7 +195,7 @@ _VERDICT_WORDS = {"holds": "hold", "wrong": "are wrong", "depends": "depend"}
 
 def _render_section(name: str, record: Record) -> str:
     figure = render_fragment(figure_for(record), f"figure-{name}")
-    section = _SECTIONS[record.kind]
+    section = _SECTIONS[_topic(record)]
     command = f' <code class="command">{escape(section.command)}</code>' if section.command is not None else ""
     intro = f'<h2>{escape(_heading(name, record))}</h2><p class="asks">{escape(section.asks)}{command}</p>'
     # Folded tables come after the open ones.

@@ -23,10 +23,12 @@ _POLICIES = {
     "llama4": "#4c6ef5",
     "cosine": "#0f9fb0",
     "qk_norm": "#d6336c",
-    "learned": "#e8590c",
-    "query": "#2f9e44",
-    "position": "#9c36b5",
+    "learned": "#a845c4",
+    "query": "#9a7d0a",
+    "position": "#93705f",
 }
+# With a parameter, the gain of qk_norm is fixed: another policy than the one that learns it.
+_FIXED_GAIN = "#e0718f"
 # Two temperatures beside the default are told apart: warm for sharper, cool for softer.
 _SHARPER, _SOFTER = "#c0609a", "#5f7fa6"
 
@@ -49,7 +51,7 @@ def policy_colour(policy: str) -> str:
     if name == "temperature" and parameter:
         relative = float(parameter)
         return _POLICIES["sqrt"] if relative == 1.0 else _SHARPER if relative < 1.0 else _SOFTER
-    return _POLICIES.get(name, NEUTRAL)
+    return _FIXED_GAIN if name == "qk_norm" and parameter else _POLICIES.get(name, NEUTRAL)
 
 
 def policy_label(policy: str) -> str:

@@ -42,6 +42,11 @@ _TITLES = {
     "final_loss_median": "final loss, median",
     "solved_fraction": "fraction solved",
     "steps_to_threshold_median": "steps to solve, median",
+    "temperature_by_layer": "τ/√dₖ by layer, medians",
+    "temperature_median": "τ/√dₖ, median",
+    "temperature_range": "τ/√dₖ, least to largest head",
+    "temperature_spread_median": "spread of ln τ over queries, median",
+    "temperatures": "τ/√dₖ of the heads, layer by layer",
 }
 _ENDINGS = {
     "_low": "95% from",
@@ -51,6 +56,7 @@ _ENDINGS = {
     "_median": "median",
     "_p5": "5th percentile",
 }
+_BY_LAYER = ("temperature_by_layer", "temperatures")
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -68,8 +74,10 @@ def title_column(name: str) -> str:
     return name.replace("_", " ")
 
 
-def format_cell(value: Any) -> str:
+def format_cell(value: Any, column: str = "") -> str:
     """Write a value for a reader: four significant digits, powers of ten spelled out, – for nothing.
+
+    Two numbers are an interval, except in the columns that list one per layer.
 
     >>> [format_cell(x) for x in (22.6274, 9.81e-11, 4096, None, True, [1.0, 2.5])]
     ['22.63', '9.8·10⁻¹¹', '4096', '–', 'yes', '1 to 2.5']
@@ -84,7 +92,7 @@ def format_cell(value: Any) -> str:
         return ", ".join(f"{key} {format_cell(item)}" for key, item in value.items())
     if isinstance(value, Sequence) and not isinstance(value, str):
         parts = [format_cell(item) for item in value]
-        return " to ".join(parts) if len(parts) == 2 else ", ".join(parts)
+        return " to ".join(parts) if len(parts) == 2 and column not in _BY_LAYER else ", ".join(parts)
     return str(value)
 
 
@@ -151,7 +159,7 @@ def _row_attributes(row: Row) -> str:
 
 def _render_cell(name: str, value: Any) -> str:
     drawing = _DRAWINGS.get(name)
-    return drawing(str(value)) if drawing is not None and value is not None else render_text(format_cell(value))
+    return drawing(str(value)) if drawing is not None and value is not None else render_text(format_cell(value, name))
 
 
 def _render_policy(policy: str) -> str:

@@ -99,6 +99,11 @@ def require_mask(mask: Tensor, q: Tensor, shape: tuple[int, ...], name: str = "m
         raise InvalidTypeError(f"{name} must be a torch tensor, got {type(mask).__name__}")
     if mask.dtype != torch.bool and mask.dtype not in _FLOATS:
         raise InvalidTypeError(f"{name} must be boolean (True: may attend) or additive float, got {mask.dtype}")
+    # By name, as importing its module takes a second; its elements are not the mask, nor anything else.
+    if type(mask).__module__ == "torch.nn.attention.bias":
+        raise InvalidTypeError(
+            f"{name} must be a tensor of elements, got {type(mask).__name__}; ask for a causal range by its argument"
+        )
     _require_place(name, mask, q)
     if not broadcasts(mask.shape, shape):
         raise InvalidValueError(f"{name} must broadcast to [..., H, L, S] = {shape}, got {tuple(mask.shape)}")

@@ -13,6 +13,8 @@ from sqrtdk.torch.dense import attend_in_one_piece, differentiate_in_one_piece
 from sqrtdk.torch.kernel import is_unobserved
 from sqrtdk.torch.operator import run_backward, run_forward
 
+_functorch = torch._C._functorch
+
 
 def run(call: TensorCall, statistics: bool, weights: bool) -> Forward:
     """The forward pass, recorded for the backward one if any tensor of the call needs a gradient."""
@@ -23,6 +25,8 @@ def run(call: TensorCall, statistics: bool, weights: bool) -> Forward:
         or call.key.requires_grad
         or call.value.requires_grad
         or any(x is not None and x.requires_grad for x in (call.scale, call.mask, call.sinks))
+        # Inside vmap a tensor does not tell that torch.func.grad around it follows it.
+        or (not torch.compiler.is_compiling() and _functorch.peek_interpreter_stack() is not None)
     ):
         if is_unobserved():
             return Forward(*_apply_plainly(*call, statistics, weights))
@@ -38,11 +42,8 @@ def _run_with_tangents(call: TensorCall, statistics: bool) -> Forward:
     output, every = attend_in_one_piece(call)
     if not statistics:
         return Forward(output, None, None, every)
-    with torch.no_grad():
-        tensors: list[Any] = [
-            None if x is None else cast(Any, forward_ad).unpack_dual(x).primal for x in call[:TENSORS]
-        ]
-        described = run_forward(TensorCall(*tensors, *call[TENSORS:]), True, False)
+    with torch.no_grad(), cast(Any, forward_ad)._set_fwd_grad_enabled(False):
+        described = run_forward(call, True, False)
     return described._replace(output=output, weights=every)
 
 
@@ -78,7 +79,9 @@ class Differentiable(torch.autograd.Function):
         if grad_output is None:
             grad_output = call.query.new_zeros((*call.query.shape[:-1], call.value.shape[-1]))
         scale_too, mask_too = bool(ctx.needs_input_grad[3]), bool(ctx.needs_input_grad[4])
-        differentiate = differentiate_in_one_piece if _is_graph_wanted(call, grad_output) else run_backward
+        differentiate = (
+            differentiate_in_one_piece if _is_graph_wanted(call, grad_output, grad_weights) else run_backward
+        )
         found = differentiate(call, grad_output, grad_weights, scale_too=scale_too, mask_too=mask_too)
         to_scale = to_sinks = None
         if call.scale is not None and scale_too:
@@ -90,18 +93,30 @@ class Differentiable(torch.autograd.Function):
         return found.query, found.key, found.value, to_scale, to_mask, to_sinks, *nothing[6:]
 
 
+# For who calls the operator without `run`: the graphs of torch.export.
+cast(Any, torch.library).register_autograd(
+    "sqrtdk::forward", Differentiable.backward, setup_context=Differentiable.setup_context
+)
+
 # What `Differentiable.apply` calls in the end. Before it, for the sake of transforms that are not there, it looks up
 # and binds the signature of `forward`, which takes 25 µs.
 _apply_plainly: Any = super(torch.autograd.Function, Differentiable).apply
 
 
-def _is_graph_wanted(call: TensorCall, grad_output: Tensor) -> bool:
-    """Whether the gradients may be differentiated in their turn (create_graph, nested torch.func.grad)."""
+def _is_graph_wanted(call: TensorCall, *grads: Tensor | None) -> bool:
+    """Whether the gradients may be differentiated in their turn: create_graph, a transform around another, tangents."""
+    if forward_ad._current_level >= 0:
+        return True
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
-    # torch.func.grad always asks for a graph; only around another derivative does anybody use it.
-    levels = torch._C._functorch.get_interpreter_stack() or ()
-    kinds = torch._C._functorch.TransformType
-    nested = sum(level.key() in (kinds.Grad, kinds.Jvp) for level in levels) > 1
-    tensors: tuple[Any, ...] = (*call[:TENSORS], grad_output)
-    return nested or any(x is not None and x.requires_grad for x in tensors)
+    # torch.func.grad always asks for a graph; only if something else follows the tensors too does anybody use it.
+    transforms = set()
+    for x in (*call[:TENSORS], *grads):
+        inner: Any = x
+        while inner is not None and _functorch.is_functorch_wrapped_tensor(inner):
+            if _functorch.is_gradtrackingtensor(inner) and inner.requires_grad:
+                transforms.add(_functorch.maybe_get_level(inner))
+            inner = _functorch.get_unwrapped(inner)
+        if inner is not None and inner.requires_grad:
+            return True
+    return len(transforms) > 1

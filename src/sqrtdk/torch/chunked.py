@@ -101,10 +101,12 @@ def _drop(weights: Tensor, block: Block) -> Tensor:
 
 
 def _is_computable(block: Block, soft: Softmax, every_score: bool) -> bool:
-    """Whether the visible scores are finite: every one, or at least those that decide the weights."""
+    """Whether the visible scores and logits are finite: every one, or at least those that decide the weights."""
     if not every_score and math.isfinite(soft.weights.sum()):
         return True
     finite = torch.isfinite(soft.scores)
+    if block.bias is not None:
+        finite = finite & torch.isfinite(soft.logits)
     if block.visible is not None:
         finite = finite | ~block.visible
     return bool(finite.all())

@@ -94,7 +94,8 @@ def _cut_whole(call: TensorCall) -> tuple[Block, Tensor]:
     (block.q, bad_q), (block.k, bad_k), (block.v, bad_v) = (_set_aside(x) for x in (block.q, block.k, block.v))
     block.may_be_traced = True
     bad = bad_q[..., None] | (bad_k | bad_v)[:, :, None, None]
-    return block, torch.where((visible & bad).any(dim=-1, keepdim=True), torch.nan, 1.0)
+    blighted = (visible & bad).any(dim=-1, keepdim=True)
+    return block, torch.zeros_like(blighted, dtype=block.q.dtype).masked_fill(blighted, torch.nan) + 1.0
 
 
 def _restore(x: Tensor, shape: tuple[int, ...], call: TensorCall) -> Tensor:

@@ -20,6 +20,7 @@ _BOOLEAN_MASK, _FIRST_FLOAT_MASK = 1, 2
 
 # Looked up once: finding them by their full names takes as long as calling them.
 _is_compiling = torch.compiler.is_compiling
+_tracing_state: Callable[[], object] = torch._C._get_tracing_state
 _count_modes = torch._C._len_torch_dispatch_stack
 _peek_transforms = torch._C._functorch.peek_interpreter_stack
 _is_autocast_enabled = torch.is_autocast_enabled
@@ -61,6 +62,9 @@ def attend_directly(
         factor = 1.0 / math.sqrt(shape[-1]) if scale is None else scale
         if plan.forward is None or factor - factor != 0.0:
             return None
+        at_query, at_key, at_value = query.data_ptr(), key.data_ptr(), value.data_ptr()
+        if not (at_query and at_key and at_value):  # zeros that are nowhere, a storage that was given back
+            return None
         # Contiguous in any case: a query that is dense in another order would hand that order on.
         output = _empty_like(query) if query.is_contiguous() else query.new_empty(shape)
         numbers = query.new_empty((11, *shape[:-1]), dtype=torch.float64) if statistics else None
@@ -70,9 +74,9 @@ def attend_directly(
             plan.level,
             min(_count_threads(), backends.MAX_THREADS),
             _CODES[dtype],
-            (query.data_ptr(), item, shape, query.stride()),
-            (key.data_ptr(), item, others, key.stride()),
-            (value.data_ptr(), item, others, value.stride()),
+            (at_query, item, shape, query.stride()),
+            (at_key, item, others, key.stride()),
+            (at_value, item, others, value.stride()),
             factor,
             None,
             0,
@@ -95,6 +99,7 @@ def is_unobserved() -> bool:
     """Whether nothing between Python and the kernel has to be told of a call: no tracer, mode, profiler or autocast."""
     return not (
         _is_compiling()
+        or _tracing_state() is not None
         or _count_modes()
         or _peek_transforms() is not None
         or forward_ad._current_level >= 0
@@ -104,13 +109,17 @@ def is_unobserved() -> bool:
 
 
 def kernel_takes(call: TensorCall) -> bool:
-    """Whether the kernel computes this kind of call: no dropout, no sampled rows, no sinks that differ in a batch."""
+    """Whether the kernel computes this kind of call: no dropout, no sampled rows, no sinks that differ in a batch.
+
+    Nor tensors without elements, or without memory: zeros that torch keeps nowhere.
+    """
     return bool(
         call.positions is None
         and call.dropout == 0.0
         and (call.sinks is None or call.sinks.dim() == 1)
         and call.query.numel()
         and call.value.numel()
+        and all(x is None or x.data_ptr() for x in call[:5])
     )
 
 

@@ -33,7 +33,7 @@ def run_forward(call: TensorCall, statistics: bool, weights: bool) -> Forward:
 
     The dispatcher and the Python function behind it cost more than all the rest of a small call.
     """
-    if _goes_directly(call.query, call.key, call.value):
+    if _goes_directly(call):
         return _forward_on_cpu(call, statistics, weights)
     return Forward(*torch.ops.sqrtdk.forward.default(*call, statistics, weights))
 
@@ -45,7 +45,8 @@ def run_backward(
     return Backward(*torch.ops.sqrtdk.backward.default(*call, grad_output, grad_weights, scale_too, mask_too))
 
 
-def _goes_directly(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def _goes_directly(call: TensorCall) -> bool:
+    query, key, value, scale, mask, sinks = call[:6]
     return (
         query.is_cpu
         and key.is_cpu
@@ -53,6 +54,10 @@ def _goes_directly(query: Tensor, key: Tensor, value: Tensor) -> bool:
         and type(query) in _PLAIN
         and type(key) in _PLAIN
         and type(value) in _PLAIN
+        # A subclass may have no memory of its own.
+        and (scale is None or type(scale) in _PLAIN)
+        and (mask is None or type(mask) in _PLAIN)
+        and (sinks is None or type(sinks) in _PLAIN)
         and is_unobserved()
     )
 
@@ -94,7 +99,10 @@ def _forward_of_any(*arguments: Any) -> Forward:
 
 def _backward_of_any(*arguments: Any) -> Backward:
     *given, grad_output, grad_weights, scale_too, mask_too = arguments
-    return chunked.differentiate(TensorCall(*given), grad_output, grad_weights, scale_too=scale_too, mask_too=mask_too)
+    call = TensorCall(*given)
+    # The gradient mode may be on where a transform calls: the blocks are written in place.
+    with torch.no_grad():
+        return chunked.differentiate(call, grad_output, grad_weights, scale_too=scale_too, mask_too=mask_too)
 
 
 def _nothing(like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -144,8 +152,6 @@ def _map_call(size: int, in_dims: Any, given: Any) -> tuple[TensorCall, int, boo
     One head `[L, D]` is given an axis of heads, so the rank is at least 3.
     """
     call, axes = TensorCall(*given), TensorCall(*in_dims)
-    if axes.positions is not None or axes.seed is not None:
-        raise InvalidValueError("sampled positions and dropout cannot differ along the axis of vmap")
     own = call.query.dim() - (axes.query is not None)
     rank = max(own, 3)
     mapped = call._replace(
@@ -160,8 +166,20 @@ def _map_call(size: int, in_dims: Any, given: Any) -> tuple[TensorCall, int, boo
     return mapped, rank, own == 2
 
 
+def _map_by_entry(operator: Any, size: int, in_dims: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[Any, Any]:
+    """One call after the other: what dropout draws hangs on seed and shape of a call, so both must be its own."""
+    every = [
+        operator(*(x if axis is None else x.select(axis, at) for x, axis in zip(arguments, in_dims, strict=True)))
+        for at in range(size)
+    ]
+    found = tuple(torch.stack(entries) for entries in zip(*every, strict=True))
+    return found, (0,) * len(found)
+
+
 def _map_forward(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
     *given, statistics, weights = arguments
+    if TensorCall(*given).dropout:
+        return _map_by_entry(torch.ops.sqrtdk.forward.default, info.batch_size, in_dims, arguments)
     call, _, headless = _map_call(info.batch_size, in_dims[:-2], given)
     found = torch.ops.sqrtdk.forward.default(*call, statistics, weights)
     axes = (0, int(statistics), int(statistics), 0)
@@ -171,6 +189,8 @@ def _map_forward(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[
 def _map_backward(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
     *given, grad_output, grad_weights, scale_too, mask_too = arguments
     size = info.batch_size
+    if TensorCall(*given).dropout:
+        return _map_by_entry(torch.ops.sqrtdk.backward.default, size, in_dims, arguments)
     call, rank, headless = _map_call(size, in_dims[:-4], given)
     *found, to_mask = torch.ops.sqrtdk.backward.default(
         *call,

@@ -38,7 +38,8 @@ def apply_scale(call: TensorCall, scale: TensorScale, offset: int) -> TensorCall
     if isinstance(scale, torch.nn.Module):
         raise InvalidTypeError(f"scale must be a LearnableScale to be a module, got {type(scale).__name__}")
     if isinstance(scale, bool) or not isinstance(scale, int | float | np.number | torch.SymFloat):
-        raise InvalidTypeError(f"scale must be a number, a tensor, a policy or its name, got {scale!r}")
+        came = scale if isinstance(scale, bool) else type(scale).__name__
+        raise InvalidTypeError(f"scale must be a number, a tensor, a policy or its name, got {came}")
     return call._replace(factor=require_finite_number("scale", float(scale)))
 
 

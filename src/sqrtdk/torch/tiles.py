@@ -7,6 +7,7 @@ D = dₖ, V = dᵥ; small letters count what a tile has of them. Logits of a til
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -180,7 +181,9 @@ def _draw_kept(call: TensorCall, tile: Tile, shape: tuple[int, ...]) -> Tensor:
     assert call.seed is not None
     generator = torch.Generator(call.query.device)
     generator.manual_seed((int(call.seed) + tile.number) % 2**63)
-    return torch.rand(shape, generator=generator, device=call.query.device) >= call.dropout
+    # The dtype is named: the process's default may be another by the time of the backward pass.
+    drawn = torch.rand(shape, generator=generator, device=call.query.device, dtype=torch.float32)
+    return drawn >= call.dropout
 
 
 def _visibility(entries: Entries, tile: Tile, h: slice, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
@@ -214,8 +217,10 @@ def count_visible(call: TensorCall) -> Tensor:
     if call.mask is None:
         return _count_in_range(queries, keys, call)
     mask = as_rank(call.mask, 2)
+    if mask.dim() > call.query.dim():  # one head without an axis, which its mask may have
+        mask = mask[0]
     mask = mask.expand(*mask.shape[:-1], keys)
-    rows_at_once = max(_block_elements(call) // max(keys * mask[..., 0, 0].numel(), 1), 1)
+    rows_at_once = max(_block_elements(call) // max(keys * math.prod(mask.shape[:-2]), 1), 1)
     parts = []
     for start in range(0, max(queries, 1), rows_at_once):
         i = slice(start, min(start + rows_at_once, queries))

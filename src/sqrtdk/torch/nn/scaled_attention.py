@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from sqrtdk.arguments import Window
 from sqrtdk.attention import Attention
-from sqrtdk.errors import InvalidTypeError, InvalidValueError
-from sqrtdk.scales import LEARNABLE, Policy, resolve
+from sqrtdk.errors import InvalidTypeError, InvalidValueError, unknown_name
+from sqrtdk.scales import LEARNABLE, Policy, names, resolve
 from sqrtdk.torch.functional import attention
 from sqrtdk.torch.nn.cache import KVCache
 from sqrtdk.torch.nn.learnable import HeadScale, make_learnable, require_count
@@ -229,6 +229,10 @@ class ScaledAttention(nn.Module):
         """q `[..., H, L, D]`, k `[..., G, S, D]`, v `[..., G, S, V]`."""
         if self.causal and context is not None:
             raise InvalidValueError("context must be None with causal=True: its keys have no order with the queries")
+        if context is None and self.d_context != (self.d_model, self.d_model):
+            raise InvalidValueError(
+                f"context must be given: d_context {self.d_context} is not d_model ({self.d_model}), x cannot stand in"
+            )
         for_keys, for_values = context if isinstance(context, tuple) else (context, context)
         for_keys, for_values = (x if given is None else given for given in (for_keys, for_values))
         _require_width("x", x, self.d_model)
@@ -276,7 +280,12 @@ def _make_scale(
     if scale is None or isinstance(scale, Policy):
         return scale
     if isinstance(scale, str):
-        return make_learnable(scale, d_k, heads) if scale in LEARNABLE else resolve(scale)
+        if scale in LEARNABLE:
+            return make_learnable(scale, d_k, heads)
+        known = {*names(), *LEARNABLE}
+        if scale.partition(":")[0] not in known:
+            raise unknown_name("scaling policy", scale, list(known))
+        return resolve(scale)
     if isinstance(scale, LearnableScale):
         if isinstance(scale, HeadScale):
             scale.require_fit(d_k, heads)
@@ -316,8 +325,9 @@ def _hide_keys(mask: Tensor | None, key_mask: Tensor | None, keys: int) -> Tenso
     """One mask for both: what either hides is hidden."""
     if key_mask is None:
         return mask
-    if key_mask.dtype != torch.bool:
-        raise InvalidTypeError(f"key_mask must be boolean (True: may be seen), got {key_mask.dtype}")
+    if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool:
+        came = key_mask.dtype if isinstance(key_mask, Tensor) else type(key_mask).__name__
+        raise InvalidTypeError(f"key_mask must be a boolean tensor (True: may be seen), got {came}")
     if key_mask.shape[-1:] != (keys,):
         raise InvalidValueError(
             f"key_mask must have shape [..., {keys}], one entry per key, got {tuple(key_mask.shape)}"
