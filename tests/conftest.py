@@ -21,3 +21,12 @@ def native(request):
     """Every level of the kernel that this machine can run."""
     with backends.use(request.param):
         yield request.param
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """`make check` tries the best level and the reference; those in between repeat the same tests in `make test`."""
+    for item in items:
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        if {parameters.get("backend"), parameters.get("native")} & set(RUNNING[1:-1]):
+            item.add_marker(pytest.mark.slow)
