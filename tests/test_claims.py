@@ -76,6 +76,7 @@ def test_monte_carlo_lines_state_interval_n_and_seed(found):
         assert "seed 0" in found[name]["computed"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_verdicts_do_not_hang_on_the_seed(seed):
     ids = ["var", "soft.onehot", "soft.uniform", "soft.unstable", "scale.sqrt"]

@@ -117,6 +117,7 @@ def test_png_files_are_pictures(name, tmp_path):
         assert len(image.convert("L").getcolors(256)) > 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECORDS)
 def test_svg_files_parse(name, tmp_path):
     path = save_figure(RECORDS[name], tmp_path / "figure.svg")

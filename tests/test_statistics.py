@@ -93,6 +93,7 @@ def assert_exact(logits, dtype=np.float64, queries=1):
     assert int(rows.visible_keys[0, 0]) == len(logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ADVERSARIES)
 @pytest.mark.parametrize("n", [1, 2, 3, 17, 127, 1024])
 def test_statistics_are_those_of_arbitrary_precision(family, n):

@@ -17,6 +17,7 @@ from torch_cases import (
 )
 
 pytestmark = [
+    pytest.mark.slow,
     *ON_THE_BEST_AND_THE_REFERENCE,
     # torch.compile itself makes the object that it warns of.
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),

@@ -10,10 +10,13 @@ import torch
 from sqrtdk import backends
 from sqrtdk.torch import team
 
-pytestmark = pytest.mark.skipif(
-    not sys.platform.startswith("linux") or "OpenMP" not in torch.__config__.parallel_info(),
-    reason="torch has no OpenMP runtime on this platform",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not sys.platform.startswith("linux") or "OpenMP" not in torch.__config__.parallel_info(),
+        reason="torch has no OpenMP runtime on this platform",
+    ),
+]
 
 PREPARE = """
 import os, sys, threading
