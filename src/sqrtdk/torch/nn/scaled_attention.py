@@ -15,6 +15,7 @@ from sqrtdk.arguments import Window
 from sqrtdk.attention import Attention
 from sqrtdk.errors import InvalidTypeError, InvalidValueError, unknown_name
 from sqrtdk.scales import LEARNABLE, Policy, names, resolve
+from sqrtdk.torch.arguments import require_dropout
 from sqrtdk.torch.functional import attention
 from sqrtdk.torch.nn.cache import KVCache
 from sqrtdk.torch.nn.learnable import HeadScale, make_learnable, require_count
@@ -87,7 +88,7 @@ class ScaledAttention(nn.Module):
         self.d_v = self.d_k if d_v is None else require_count("d_v", d_v)
         self.d_context = _pair_widths(self.d_model if d_context is None else d_context)
         self.causal, self.window, self.softcap = bool(causal), window, softcap
-        self.dropout = _require_probability(dropout)
+        self.dropout = require_dropout(dropout)
         made: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
         self.q_proj = nn.Linear(self.d_model, self.heads * self.d_k, **made)
         self.k_proj = nn.Linear(self.d_context[0], self.kv_heads * self.d_k, **made)
@@ -304,14 +305,6 @@ def _pair_widths(d_context: int | tuple[int, int]) -> tuple[int, int]:
         for_keys, for_values = d_context
         return require_count("d_context", for_keys), require_count("d_context", for_values)
     return require_count("d_context", d_context), d_context
-
-
-def _require_probability(dropout: float) -> float:
-    if isinstance(dropout, bool) or not isinstance(dropout, int | float):
-        raise InvalidTypeError(f"dropout must be a number, got {dropout!r}")
-    if not 0.0 <= dropout <= 1.0:
-        raise InvalidValueError(f"dropout must lie between 0 and 1, got {dropout!r}")
-    return float(dropout)
 
 
 def _require_width(name: str, x: Tensor, width: int) -> None:
