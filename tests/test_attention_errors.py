@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+import sqrtdk
 from sqrtdk import SqrtdkError, attention, attention_gradients, scales
 
 pytestmark = pytest.mark.usefixtures("backend")
@@ -52,6 +53,13 @@ WRONG = {
     "None": ({"k": None}, TYPE, r"key must be a float16, .* array, got object"),
     "ragged lists": ({"q": [[1.0, 2.0], [1.0]]}, VALUE, r"query must be an array or nested lists of one shape"),
     "mixed dtypes": ({"k": K.astype(np.float32)}, TYPE, r"must have one dtype, got float64, float32 and float64"),
+    "causal of text": ({"causal": "yes"}, TYPE, r"causal must be True or False, got 'yes'"),
+    "causal of a number": ({"causal": 1}, TYPE, r"causal must be True or False, got 1"),
+    "an offset that hides nothing": (
+        {"causal_offset": 1},
+        VALUE,
+        r"causal_offset must come with causal=True, a window or a policy .* got causal_offset=1 alone",
+    ),
     "mask shape": ({"mask": np.ones((5, 5), bool)}, VALUE, r"mask must broadcast to .* \(2, 4, 5, 6\), got \(5, 5\)"),
     "mask rank": ({"mask": np.ones((1, 2, 4, 5, 6), bool)}, VALUE, r"mask must broadcast to .*, got \(1, 2, 4, 5, 6\)"),
     "mask of integers": ({"mask": np.ones((5, 6), int)}, TYPE, r"mask must be boolean .* or additive float, got int64"),
@@ -169,3 +177,19 @@ def test_two_dimensional_calls_speak_of_two_dimensions():
         attention(q, np.ones((6, 8)), np.ones((5, 2)))
     one_per_row = attention(q, np.ones((6, 8)), np.ones((6, 2)), scale=np.ones(5))
     assert one_per_row.output.shape == (5, 2)
+
+
+def test_an_offset_is_for_policies_that_ask_for_positions_too():
+    q, k, v = np.random.default_rng(0).standard_normal((3, 5, 8))
+    early, late = (attention(q, k, v, scale="llama4", causal_offset=offset).output for offset in (0, 100_000))
+    assert np.abs(early - late).max() > 1e-3
+
+
+class TestMasksOfZerosAndOnes:
+    def test_a_float_mask_of_truth_values_is_warned_of(self):
+        with pytest.warns(sqrtdk.errors.SqrtdkWarning, match=r"mask is float64 and holds only zeros and ones"):
+            attention(Q, K, V, mask=np.tri(5, 6))
+
+    @pytest.mark.parametrize("mask", [np.zeros((5, 6)), np.ones((5, 6)), np.tri(5, 6) - 1, np.tri(5, 6, dtype=bool)])
+    def test_no_other_mask_is(self, mask):
+        attention(Q, K, V, mask=mask)  # the test configuration turns warnings into errors

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -238,3 +239,24 @@ def test_a_kernel_that_cannot_be_loaded_is_told_apart(tmp_path):
         "print(backends.inspect('portable').why_not)"
     )
     assert run_python(code).startswith("it cannot be loaded: ")
+
+
+def test_a_choice_holds_while_another_thread_makes_a_plan_of_the_former_one(monkeypatch):
+    inside, chosen = threading.Event(), threading.Event()
+    load = backends._load_kernel
+
+    def load_slowly():
+        if threading.current_thread() is worker:
+            inside.set()
+            assert chosen.wait(10)
+        return load()
+
+    worker = threading.Thread(target=lambda: attention(*np.ones((3, 2, 4)), statistics=False))
+    monkeypatch.setattr(backends, "_load_kernel", load_slowly)
+    with backends.use(None):
+        worker.start()
+        assert inside.wait(10)
+        with backends.use("reference"):
+            chosen.set()
+            worker.join()
+            assert backends.current() == "reference"

@@ -9,6 +9,7 @@ import torch
 
 import sqrtdk
 from sqrtdk import SqrtdkError, scales
+from sqrtdk.errors import SqrtdkWarning
 from sqrtdk.torch import attention, scaled_dot_product_attention
 from sqrtdk.torch.scales import LearnableScale
 from torch_cases import ON_THE_BEST_AND_THE_REFERENCE
@@ -38,6 +39,8 @@ class LearnsNothing(LearnableScale):
 
 
 WRONG = {
+    "causal of text": ({"causal": "yes"}, TYPE, r"causal must be True or False, got 'yes'"),
+    "an offset that hides nothing": ({"causal_offset": 1}, VALUE, r"causal_offset must come with causal=True"),
     "array": ({"q": np.ones((2, 4, 5, 8))}, TYPE, r"query must be a .*tensor.*, got .*ndarray"),
     "None": ({"k": None}, TYPE, r"key must be a .*tensor.*, got .*None"),
     "integers": ({"q": Q.long()}, TYPE, r"query must be .*float16, .* or float64.*, got torch.int64"),
@@ -241,3 +244,19 @@ def test_a_tensor_with_a_gradient_is_not_taken_for_an_array():
     with pytest.raises(SqrtdkError, match=r"query must be an array, got Tensor .*sqrtdk\.torch\.attention") as raised:
         sqrtdk.attention(q, q, q)
     assert isinstance(raised.value, TypeError)
+
+
+def test_a_float_mask_of_zeros_and_ones_is_warned_of_in_attention_alone():
+    q = torch.ones(2, 4, 4)
+    mask = torch.ones(4, 4).tril()
+    with pytest.warns(SqrtdkWarning, match="holds only zeros and ones"):
+        attention(q, q, q, mask=mask)
+    # The test configuration turns warnings into errors.
+    scaled_dot_product_attention(q, q, q, attn_mask=mask)
+    torch.compile(lambda q: attention(q, q, q, mask=mask).output, backend="eager", fullgraph=True)(q)
+
+
+def test_the_drop_in_refuses_an_is_causal_that_is_neither():
+    q = torch.ones(2, 4, 4)
+    with pytest.raises(SqrtdkError, match="is_causal must be True or False, got 'no'"):
+        scaled_dot_product_attention(q, q, q, is_causal="no")

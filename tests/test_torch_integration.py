@@ -221,7 +221,7 @@ def test_threads_are_torchs_and_do_not_change_a_bit(monkeypatch):
             given.append(threads)
             return plan.forward(level, threads, *rest)
 
-        monkeypatch.setattr(backends, "_plan", plan._replace(forward=spy))
+        monkeypatch.setattr(backends._choice, "plan", plan._replace(forward=spy))
     before = torch.get_num_threads()
     q, k, v = draw(15, (2, 4, 70, 16), (2, 2, 130, 16), 16, torch.float32)
     found = []

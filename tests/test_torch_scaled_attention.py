@@ -210,6 +210,31 @@ class TestDecoding:
                 module.double()(x.double(), cache=cache)
             assert cache.length == 3
 
+    def test_a_call_that_fails_leaves_the_cache_as_it_was(self):
+        module = make(causal=True)
+        x = draw(2, 4, D_MODEL)
+        with torch.no_grad():
+            whole = module(x)
+            cache = KVCache()
+            with pytest.raises(SqrtdkError, match="key_mask must have shape"):
+                module(x[:1, :2], cache=cache, key_mask=torch.ones(1, 3, dtype=torch.bool))
+            first = module(x[:, :3], cache=cache)
+            with pytest.raises(SqrtdkError, match="mask must broadcast"):
+                module(x[:, 3:], cache=cache, mask=torch.ones(7, 7, dtype=torch.bool))
+            assert cache.length == 3
+            rest = module(x[:, 3:], cache=cache)
+        torch.testing.assert_close(torch.cat([first, rest], dim=1), whole)
+
+    def test_keys_without_their_values_are_refused_and_not_kept(self):
+        cache = KVCache()
+        cache.append(torch.zeros(2, 1, 3), torch.zeros(2, 1, 3))
+        with pytest.raises(SqrtdkError, match="v must have 2 tokens like k, got 1"):
+            cache.append(torch.zeros(2, 2, 3), torch.zeros(2, 1, 3))
+        with pytest.raises(SqrtdkError, match="cache holds values of shape"):
+            cache.append(torch.ones(2, 1, 3), torch.zeros(2, 1, 4))
+        keys, _ = cache.append(torch.full((2, 1, 3), 2.0), torch.zeros(2, 1, 3))
+        assert keys[0, :, 0].tolist() == [0, 2]
+
 
 class TestAttention:
     @pytest.mark.parametrize("scale", [None, "inverse", scales.LogN(0.7), 0.9], ids=str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sqrtdk.call import OPEN_ABOVE, OPEN_BELOW, Call
-from sqrtdk.errors import InvalidTypeError, InvalidValueError
+from sqrtdk.errors import InvalidTypeError, InvalidValueError, SqrtdkWarning
 from sqrtdk.scales import Factor, Policy, ScaleContext, Sqrt, Temperature, resolve
 
 Array = npt.NDArray[Any]
@@ -39,8 +40,9 @@ def validate(
     shape = query.shape
     heads, groups = validate_shapes(shape, key.shape, value.shape)
     offset, first, last = 0, OPEN_BELOW, OPEN_ABOVE
-    if causal or window is not None or causal_offset is not None:
-        offset, first, last = validate_range(causal, causal_offset, window, shape[-2], key.shape[-2])
+    if causal is not False or window is not None or causal_offset is not None:
+        asks = isinstance(scale, str | Policy)
+        offset, first, last = validate_range(causal, causal_offset, window, shape[-2], key.shape[-2], asks)
     call = Call(
         query,
         key,
@@ -173,14 +175,30 @@ def _explain_shapes(query: tuple[int, ...], key: tuple[int, ...], value: tuple[i
 
 
 def validate_range(
-    causal: bool, causal_offset: int | None, window: Window | None, queries: int, keys: int
+    causal: bool, causal_offset: int | None, window: Window | None, queries: int, keys: int, scale_asks: bool
 ) -> tuple[int, int, int]:
-    """The offset, and the least and the largest j − i with which query i sees key j."""
+    """The offset, and the least and the largest j − i with which query i sees key j.
+
+    `scale_asks` if the scale may ask for positions, which an offset then moves without hiding a key.
+    """
+    causal = require_flag("causal", causal)
+    if causal_offset is not None and not (causal or window is not None or scale_asks):
+        raise InvalidValueError(
+            f"causal_offset must come with causal=True, a window or a policy that asks for positions, "
+            f"got causal_offset={causal_offset!r} alone, which would hide nothing"
+        )
     offset = _validate_offset(causal, causal_offset, window, queries, keys)
     left, right = (None, None) if window is None else _validate_window(window)
     first = OPEN_BELOW if left is None else offset - left
     last = OPEN_ABOVE if right is None else offset + right
     return offset, first, min(last, offset) if causal else last
+
+
+def require_flag(name: str, value: bool) -> bool:
+    """True or False: text, a number or an array would be taken for the truth of something else."""
+    if not isinstance(value, bool | np.bool_):
+        raise InvalidTypeError(f"{name} must be True or False, got {value!r}")
+    return bool(value)
 
 
 def _validate_offset(causal: bool, causal_offset: int | None, window: Window | None, queries: int, keys: int) -> int:
@@ -229,7 +247,33 @@ def _validate_mask(mask: npt.ArrayLike, shape: tuple[int, ...]) -> Array:
         raise InvalidTypeError(f"mask must be boolean (True: may attend) or additive float, got {array.dtype}")
     if not broadcasts(array.shape, shape):
         raise InvalidValueError(f"mask must broadcast to [..., H, L, S] = {shape}, got {array.shape}")
+    if array.dtype != np.bool_:
+        warn_of_truth_values(array)
     return array
+
+
+def warn_of_truth_values(mask: Any) -> None:
+    """Warn if a float mask consists of zeros and ones, both: somebody meant "may attend" and would get a shift by 1.
+
+    It looks until it finds another number, so that a usual mask costs a glance. Arrays, and tensors on the CPU.
+    """
+    flat = mask.reshape(-1)
+    some_zero = some_one = False
+    start, length = 0, 256
+    while start < flat.shape[0]:
+        part = flat[start : start + length]
+        is_zero, is_one = part == 0, part == 1
+        if not bool((is_zero | is_one).all()):
+            return
+        some_zero, some_one = some_zero or bool(is_zero.any()), some_one or bool(is_one.any())
+        start, length = start + length, min(4 * length, 2**20)
+    if some_zero and some_one:
+        warnings.warn(
+            f"mask is {mask.dtype} and holds only zeros and ones: it is added to the logits, so a 0 hides nothing. "
+            "If 1 was to mean 'may attend', give a boolean mask (mask != 0); if it was to be added, ignore this",
+            SqrtdkWarning,
+            stacklevel=4,
+        )
 
 
 def _validate_sinks(sinks: npt.ArrayLike, heads: int) -> Array:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import builtins
 import math
 import os
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -50,9 +51,19 @@ class Plan(NamedTuple):
     threads: int
 
 
-_chosen: str | None = None
-_chosen_threads: int | None = None
-_plan: Plan | None = None
+class _Choice:
+    """What the user asked for, and the plan made of it. Another choice is another object: a plan that one thread makes
+    of an old choice while another thread chooses anew is kept with the old one, and never used again."""
+
+    __slots__ = ("backend", "plan", "threads")
+
+    def __init__(self, backend: str | None = None, threads: int | None = None) -> None:
+        self.backend, self.threads = backend, threads
+        self.plan: Plan | None = None
+
+
+_choice = _Choice()
+_choosing = threading.Lock()
 _warned = False
 
 
@@ -120,17 +131,10 @@ def use(name: str | None) -> AbstractContextManager[None]:
     >>> forced in ("portable", "reference")
     True
     """
-    global _chosen, _plan
     if name is not None:
         _require_running("name", name)
-    before = _chosen
-    _chosen, _plan = name, None
-
-    def restore() -> None:
-        global _chosen, _plan
-        _chosen, _plan = before, None
-
-    return _Restoring(restore)
+    before = _choose(backend=name).backend
+    return _Restoring(lambda: _choose(backend=before))
 
 
 def use_threads(count: int | None) -> AbstractContextManager[None]:
@@ -140,29 +144,31 @@ def use_threads(count: int | None) -> AbstractContextManager[None]:
     ...     threads()
     1
     """
-    global _chosen_threads, _plan
     if count is not None:
         if isinstance(count, bool) or not isinstance(count, int):
             raise InvalidTypeError(f"count must be an integer, got {count!r}")
         if not 1 <= count <= MAX_THREADS:
             raise InvalidValueError(f"count must lie between 1 and {MAX_THREADS}, got {count}")
-    before = _chosen_threads
-    _chosen_threads, _plan = count, None
+    before = _choose(threads=count).threads
+    return _Restoring(lambda: _choose(threads=before))
 
-    def restore() -> None:
-        global _chosen_threads, _plan
-        _chosen_threads, _plan = before, None
 
-    return _Restoring(restore)
+def _choose(**asked: Any) -> _Choice:
+    """Make another choice, what is not named as before, and give the former one."""
+    global _choice
+    with _choosing:
+        before = _choice
+        _choice = _Choice(**{"backend": before.backend, "threads": before.threads, **asked})
+        return before
 
 
 def plan() -> Plan:
     """The backend and threads of the next call; worked out once, and again after `use` or `use_threads`."""
-    global _plan
-    found = _plan  # another thread may forget it at any time
-    if found is None:
-        found = _plan = _make_plan()
-    return found
+    choice = _choice
+    made = choice.plan
+    if made is None:
+        made = choice.plan = _make_plan(choice)
+    return made
 
 
 def warn_without_kernel() -> None:
@@ -172,7 +178,7 @@ def warn_without_kernel() -> None:
     asking for it: nothing is said then, and a program that turns warnings into errors runs.
     """
     global _warned
-    if _warned or _chosen is not None or os.environ.get("SQRTDK_BACKEND"):
+    if _warned or _choice.backend is not None or os.environ.get("SQRTDK_BACKEND"):
         return
     _warned = True
     reason = _load_kernel()[1]
@@ -188,7 +194,7 @@ def warn_without_kernel() -> None:
 class _Restoring:
     """The value of `use`: nothing to do at the start of a `with` block, the former choice at its end."""
 
-    def __init__(self, restore: Callable[[], None]) -> None:
+    def __init__(self, restore: Callable[[], object]) -> None:
         self._restore = restore
 
     def __enter__(self) -> None:
@@ -200,8 +206,8 @@ class _Restoring:
         self._restore()
 
 
-def _make_plan() -> Plan:
-    name = _chosen
+def _make_plan(choice: _Choice) -> Plan:
+    name = choice.backend
     if name is None:
         name = os.environ.get("SQRTDK_BACKEND") or None
         if name is not None:
@@ -209,7 +215,7 @@ def _make_plan() -> Plan:
     kernel, _ = _load_kernel()
     if name is None:
         name = REFERENCE if kernel is None else kernel.best_level()
-    count = _chosen_threads if _chosen_threads is not None else _default_threads()
+    count = choice.threads if choice.threads is not None else _default_threads()
     return Plan(None if kernel is None or name == REFERENCE else kernel.forward, name, count)
 
 

@@ -374,21 +374,29 @@ class _Normalised(Policy):
     epsilon: ClassVar[float] = 1e-12
 
     def prepare(self, q: Any, k: Any) -> tuple[Any, Any]:
-        return q / self._size(q), k / self._size(k)
+        return self._normalise(q)[0], self._normalise(k)[0]
 
-    def _size(self, x: Any) -> Any:
+    def _normalise(self, x: Any) -> tuple[Any, Any, Any]:
+        """x divided by its size; the size of x where it is ordinary, of x·2⁻ⁿ where the squares of x would overflow;
+        and where they would. Powers of two: nothing is rounded on the way."""
+        xp = namespace_of(x)
+        largest, shrink = (2.0**500, 2.0**-600) if x.dtype == xp.float64 else (2.0**56, 2.0**-70)
+        huge = xp.amax(abs(x), axis=-1, keepdims=True) > largest
+        x = xp.where(huge, x * shrink, x)
         square = (x * x).sum(axis=-1, keepdims=True)
-        return (square / x.shape[-1] + self.epsilon if self.of_mean else square + self.epsilon) ** 0.5
+        square = square / x.shape[-1] if self.of_mean else square
+        size = xp.where(huge, square, square + self.epsilon) ** 0.5
+        return x / size, size, xp.where(huge, xp.ones_like(size) * shrink, xp.ones_like(size))
 
     def pull_back(self, q: Array, k: Array, grad_q: Array, grad_k: Array) -> tuple[Array, Array]:
         return self._pull_back_one(q, grad_q), self._pull_back_one(k, grad_k)
 
     def _pull_back_one(self, x: Array, grad: Array) -> Array:
-        # y = x/r(x) with r² = w·Σx² + ε, so ∂r/∂x = w·x/r; w is 1 for the length and 1/D for the mean square.
-        r = self._size(x)
+        # y = x/r(x) with r² = w·Σx² + ε, so ∂r/∂x = w·y; w is 1 for the length and 1/D for the mean square.
+        y, size, shrink = self._normalise(x)
         weight = 1.0 / x.shape[-1] if self.of_mean else 1.0
-        along = (grad * x).sum(axis=-1, keepdims=True)
-        carried = grad / r - x * (weight * along / r**3)
+        along = (grad * y).sum(axis=-1, keepdims=True)
+        carried = (grad - y * (weight * along)) / size * shrink
         # A vector without influence has no gradient, even where it is NaN or infinite itself.
         return np.asarray(np.where((grad != 0).any(axis=-1, keepdims=True), carried, 0.0))
 

@@ -16,6 +16,8 @@ from sqrtdk.torch.call import Backward, Forward, TensorCall, wide_dtype, working
 from sqrtdk.torch.tiles import Block, Entries, Tile, as_rank, by_group, cut_block, cut_entries, cut_tiles
 
 _SMALL, _LARGE = 2.0**-40, 2.0**40
+# Weights below this one may be subnormal numbers in float32, or have been on the way.
+_LEAST = 2.0**-100
 
 
 class Softmax(NamedTuple):
@@ -45,18 +47,23 @@ def compute_softmax(block: Block) -> Softmax:
     logits = scores if squashed is None else squashed * block.softcap
     if block.bias is not None:
         logits = logits + block.bias
+    blind = None
     if block.visible is not None:
         logits = logits.masked_fill(~block.visible, -torch.inf)
-    weights = torch.softmax(logits, dim=-1)
-    if block.visible is not None:
         # Seeing nothing gives zeros, not NaN; seeing only logits of −inf (an infinite key) stays NaN.
         blind = ~block.visible.any(dim=-1, keepdim=True)
-        if block.may_be_traced or bool(blind.any()):
-            weights = weights.masked_fill(blind, 0.0)
+        blind = blind if block.may_be_traced or bool(blind.any()) else None
+    # Rows of −inf alone have neither a softmax nor derivatives: they stand at 0 until their weights are set to 0.
+    softened = logits if blind is None else logits.masked_fill(blind, 0.0)
+    weights = torch.softmax(softened, dim=-1)
+    if blind is not None:
+        weights = weights.masked_fill(blind, 0.0)
     sink_weight = None
     if block.sink is not None:
-        sink_weight = torch.sigmoid(block.sink - _logsumexp(logits))
-        weights = weights * (1.0 - sink_weight)
+        above = block.sink - _logsumexp(softened)
+        sink_weight = torch.sigmoid(above)
+        # Not 1 − sigmoid: where the sink dominates nothing would be left of the difference.
+        weights = weights * torch.sigmoid(-above)
     return Softmax(scores, squashed, logits, weights, sink_weight)
 
 
@@ -121,16 +128,30 @@ def _is_extreme(entries: Entries) -> bool:
     return bool(((sizes > _LARGE) | ((sizes < _SMALL) & (sizes != 0.0))).any())
 
 
+def _is_drowned(block: Block, soft: Softmax) -> bool:
+    """Whether a sink leaves so little to the keys that weights in float32 lose digits to underflow."""
+    if block.sink is None:
+        return False
+    weights = soft.weights.amax(dim=-1) if soft.weights.shape[-1] else soft.weights.sum(dim=-1)
+    return bool(((weights < _LEAST) & (visible_like(block, soft.logits.shape).any(dim=-1))).any())
+
+
 def _soften(entries: Entries, tile: Tile, *, every_score: bool) -> tuple[Block, Softmax]:
-    """A tile's softmax, in float64 where products of finite numbers pass what float32 can hold."""
+    """A tile's softmax, in float64 where products of finite numbers or shares of sinks pass what float32 can hold."""
     dtype = working_dtype(entries.q.dtype)
     block = cut_block(entries, tile, dtype)
     soft = compute_softmax(block)
     wide = wide_dtype(entries.q.device)
-    if dtype != wide and (_is_extreme(entries) or not _is_computable(block, soft, every_score)):
-        block = cut_block(entries, tile, wide)
-        soft = compute_softmax(block)
+    if dtype != wide and (
+        _is_extreme(entries) or not _is_computable(block, soft, every_score) or _is_drowned(block, soft)
+    ):
+        return _soften_widely(entries, tile)
     return block, soft
+
+
+def _soften_widely(entries: Entries, tile: Tile) -> tuple[Block, Softmax]:
+    block = cut_block(entries, tile, wide_dtype(entries.q.device))
+    return block, compute_softmax(block)
 
 
 def attend(call: TensorCall, *, statistics: bool, weights: bool, output: bool = True) -> Forward:
@@ -268,11 +289,13 @@ def _differentiate(
             n, g, i, j, _ = tile
             h = slice(g.start * shared, g.stop * shared)
             block, soft = _soften(entries, tile, every_score=scale_too)
-            grad = by_group(given[n, h, i].to(block.q.dtype), shared)
-            also = None
-            if given_weights is not None:
-                also = by_group(given_weights[n, h, i, j].to(block.q.dtype), shared)
-            found, grad_logits = differentiate_block(block, soft, grad, also, scale_too)
+            slope = by_group(given[n, h, i], shared)
+            also = None if given_weights is None else by_group(given_weights[n, h, i, j], shared)
+            found, grad_logits = differentiate_block(block, soft, slope, also, scale_too)
+            if block.q.dtype != wide and not _is_finite(found):
+                # Sums of finite numbers may pass float32 although what comes of them does not.
+                block, soft = _soften_widely(entries, tile)
+                found, grad_logits = differentiate_block(block, soft, slope, also, scale_too)
             to_query[n, h, i] = found.query.flatten(1, 2).to(query.dtype)
             to_key[n, g, j] += found.key
             to_value[n, g, j] += found.value
@@ -295,6 +318,8 @@ def differentiate_block(
 ) -> tuple[Backward, Tensor]:
     """A tile's gradients, and those of its logits; every operation can be differentiated in its turn."""
     visible, finite = visible_like(block, soft.logits.shape), block.may_be_traced
+    grad = grad.to(block.q.dtype)
+    grad_weights = None if grad_weights is None else grad_weights.to(block.q.dtype)
     grad_soft = _drop(_hide(multiply(grad, block.v.transpose(-1, -2)), block), block)
     if grad_weights is not None:
         grad_soft = grad_soft + _hide(grad_weights, block)
@@ -323,6 +348,10 @@ def differentiate_block(
         mask=nothing,
     )
     return found, grad_logits
+
+
+def _is_finite(gradients: Backward) -> bool:
+    return all(math.isfinite(x.sum()) for x in gradients)
 
 
 def _hide(x: Tensor, block: Block) -> Tensor:

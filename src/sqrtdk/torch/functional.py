@@ -8,10 +8,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from sqrtdk.arguments import Window, validate_range, validate_shapes, validate_softcap
+from sqrtdk.arguments import (
+    Window,
+    require_flag,
+    validate_range,
+    validate_shapes,
+    validate_softcap,
+    warn_of_truth_values,
+)
 from sqrtdk.attention import Attention
 from sqrtdk.call import OPEN_ABOVE, OPEN_BELOW
 from sqrtdk.errors import InvalidTypeError
+from sqrtdk.scales import Policy
 from sqrtdk.statistics import AttentionStatistics, Sample
 from sqrtdk.torch.arguments import (
     broadcast_heads,
@@ -24,11 +32,12 @@ from sqrtdk.torch.arguments import (
 )
 from sqrtdk.torch.autograd import run
 from sqrtdk.torch.call import TensorCall
-from sqrtdk.torch.kernel import attend_directly
+from sqrtdk.torch.kernel import attend_directly, is_unobserved
 from sqrtdk.torch.operator import run_forward
 from sqrtdk.torch.policies import TensorScale, apply_scale
 from sqrtdk.torch.pressure import TemperaturePressure
 from sqrtdk.torch.sampling import check_sample, sample_positions
+from sqrtdk.torch.scales import LearnableScale
 
 
 def attention(
@@ -104,8 +113,11 @@ def attention(
     q, k, v = require_tensors(*cast_for_autocast(q, k, v))
     heads, _ = validate_shapes(q.shape, k.shape, v.shape)
     offset, first, last = 0, OPEN_BELOW, OPEN_ABOVE
-    if causal or window is not None or causal_offset is not None:
-        offset, first, last = validate_range(causal, causal_offset, window, q.shape[-2], k.shape[-2])
+    if causal is not False or window is not None or causal_offset is not None:
+        asks = isinstance(scale, str | Policy | LearnableScale)
+        offset, first, last = validate_range(causal, causal_offset, window, q.shape[-2], k.shape[-2], asks)
+    if mask is not None and is_unobserved() and isinstance(mask, Tensor) and mask.is_cpu and mask.is_floating_point():
+        warn_of_truth_values(mask.detach())
     call = TensorCall(
         q,
         k,
@@ -196,7 +208,7 @@ def scaled_dot_product_attention(
         1.0 / math.sqrt(query.shape[-1]) if scale is None else require_finite_number("scale", scale),
         0.0,
         OPEN_BELOW,
-        0 if is_causal else OPEN_ABOVE,
+        0 if require_flag("is_causal", is_causal) else OPEN_ABOVE,
         0.0 if dropout_p == 0.0 else require_dropout(dropout_p, "dropout_p"),
     )
     if call.dropout:

@@ -39,7 +39,7 @@ def attend_directly(
     dtype on the CPU, shapes that fit, nobody who watches, no gradient. Whatever is refused here is checked, explained
     or computed by the longer way, so this may refuse too much, never too little.
     """
-    if not is_unobserved():
+    if not is_unobserved() or type(causal) is not bool:
         return None
     try:
         dtype, shape, others = query.dtype, query.shape, key.shape

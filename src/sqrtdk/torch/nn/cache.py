@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from sqrtdk.errors import InvalidValueError
+
+
+class Extension(NamedTuple):
+    """A cache with some tokens more, not yet kept: the rooms and how many of their entries count."""
+
+    key_room: Tensor
+    value_room: Tensor
+    length: int
+
+    @property
+    def keys(self) -> Tensor:
+        """The keys of all tokens `[..., G, S, D]`."""
+        return self.key_room.narrow(-2, 0, self.length)
+
+    @property
+    def values(self) -> Tensor:
+        """The values of all tokens `[..., G, S, V]`."""
+        return self.value_room.narrow(-2, 0, self.length)
 
 
 class KVCache:
@@ -27,17 +47,29 @@ class KVCache:
         self._values: Tensor | None = None
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the keys and values of the next tokens, and give those of all tokens."""
+        """Add the keys and values of the next tokens, and give those of all tokens; nothing is added if it raises."""
+        extension = self.extend(k, v)
+        self.keep(extension)
+        return extension.keys, extension.values
+
+    def extend(self, k: Tensor, v: Tensor) -> Extension:
+        """The keys and values of all tokens with those of the next ones, which count only once they are kept.
+
+        A call that fails between `extend` and `keep` leaves the cache as it was, so that it can be repeated.
+        """
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
             raise InvalidValueError(
                 "cache is for inference: call under torch.no_grad() or torch.inference_mode(), got keys or values that "
                 "require a gradient"
             )
-        length = self.length + k.shape[-2]
-        self._keys = self._store("keys", self._keys, k)
-        self._values = self._store("values", self._values, v)
-        self.length = length
-        return self._keys.narrow(-2, 0, length), self._values.narrow(-2, 0, length)
+        if k.shape[-2] != v.shape[-2]:
+            raise InvalidValueError(f"v must have {k.shape[-2]} tokens like k, got {v.shape[-2]}")
+        keys, values = self._store("keys", self._keys, k), self._store("values", self._values, v)
+        return Extension(keys, values, self.length + k.shape[-2])
+
+    def keep(self, extension: Extension) -> None:
+        """Let the tokens of an extension count."""
+        self._keys, self._values, self.length = extension
 
     def _store(self, name: str, room: Tensor | None, new: Tensor) -> Tensor:
         """The room with the new entries behind the old ones: the same room, or a larger one if they do not fit."""

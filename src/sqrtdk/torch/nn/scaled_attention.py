@@ -203,11 +203,12 @@ class ScaledAttention(nn.Module):
         **wanted: Any,
     ) -> Attention:
         q, k, v = self._project(x, context)
-        offset = None
+        offset = extension = None
         if cache is not None:
             self._require_cacheable(context)
             offset = cache.length
-            k, v = cache.append(k, v)
+            extension = cache.extend(k, v)
+            k, v = extension.keys, extension.values
         result = attention(
             q,
             k,
@@ -224,7 +225,10 @@ class ScaledAttention(nn.Module):
             **wanted,
         )
         joined = cast(Any, result.output).transpose(-3, -2).flatten(-2)
-        return result._replace(output=self.out_proj(joined))
+        result = result._replace(output=self.out_proj(joined))
+        if cache is not None and extension is not None:
+            cache.keep(extension)
+        return result
 
     def _project(self, x: Tensor, context: Context | None) -> tuple[Tensor, Tensor, Tensor]:
         """q `[..., H, L, D]`, k `[..., G, S, D]`, v `[..., G, S, V]`."""
