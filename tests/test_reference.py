@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sqrtdk import SqrtdkError, scaled_dot_product_attention, softmax
-from sqrtdk.reference import Rows, attend, differentiate
+from sqrtdk.engines.reference import Rows, attend, differentiate
 
 
 def exact_softmax(x):

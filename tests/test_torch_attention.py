@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from sqrtdk import scales
-from sqrtdk.torch import attention, chunked, tiles
+from sqrtdk.torch import attention, engines, tiles
+from sqrtdk.torch.engines import blocks
 from torch_cases import (
     DTYPES,
     FIELDS,
@@ -22,7 +23,7 @@ from torch_cases import (
     to_tensor,
 )
 
-pytestmark = pytest.mark.usefixtures("backend")
+pytestmark = [pytest.mark.usefixtures("backend"), pytest.mark.filterwarnings("ignore::sqrtdk.errors.FallbackWarning")]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -267,12 +268,15 @@ def test_blocks_of_any_size_give_the_same(block, dtype, monkeypatch):
     q, k, v = draw(17, (3, 4, 5, 3), (3, 2, 6, 3), 2, dtype)
     calls = [{}, everything(17), {"mask": torch.from_numpy(np.random.default_rng(17).random((3, 1, 5, 6)) < 0.6)}]
     calls += [{"scale": policy} for policy in ("log_n", "cosine", "qk_norm", "llama4")]
+    monkeypatch.setattr(engines, "_WITH_KERNEL", (blocks.BLOCKS,))
+    monkeypatch.setattr(engines, "_WITH_REFERENCE", (blocks.BLOCKS,))
     for call in calls:
         whole = attention(q, k, v, weights=True, **call)
+        assert whole.engine == "blocks"
         with monkeypatch.context() as small:
             cut = []
             small.setattr(tiles, "BLOCK_ELEMENTS", block)
-            small.setattr(chunked, "cut_tiles", lambda *args, cut=cut: cut.extend(tiles.cut_tiles(*args)) or cut)
+            small.setattr(blocks, "cut_tiles", lambda *args, cut=cut: cut.extend(tiles.cut_tiles(*args)) or cut)
             split = assert_as_reference(q, k, v, **call)
         assert len(cut) > 3
         torch.testing.assert_close(split.output, whole.output)

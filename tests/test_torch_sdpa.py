@@ -11,9 +11,19 @@ from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
 from sqrtdk import SqrtdkError
 from sqrtdk.torch import attention, scaled_dot_product_attention, tiles
-from torch_cases import FIELDS, assert_close, attend_in_reference, draw, draw_like, require_grad, unit, widen
+from torch_cases import (
+    FIELDS,
+    ON_THE_BEST_AND_THE_REFERENCE,
+    assert_close,
+    attend_in_reference,
+    draw,
+    draw_like,
+    require_grad,
+    unit,
+    widen,
+)
 
-pytestmark = pytest.mark.usefixtures("backend")
+pytestmark = ON_THE_BEST_AND_THE_REFERENCE
 
 
 def assert_as_torch(q, k, v, *args, **call):

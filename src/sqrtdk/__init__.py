@@ -2,8 +2,8 @@
 
 from sqrtdk import backends, scales, theory
 from sqrtdk.attention import Attention, Gradients, attention, attention_gradients
+from sqrtdk.engines.reference import scaled_dot_product_attention, softmax
 from sqrtdk.errors import SqrtdkError
-from sqrtdk.reference import scaled_dot_product_attention, softmax
 from sqrtdk.statistics import AttentionStatistics, HeadSummary
 
 __all__ = [

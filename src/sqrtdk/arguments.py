@@ -6,12 +6,12 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from sqrtdk.call import OPEN_ABOVE, OPEN_BELOW, Call
+from sqrtdk.call import ALIGNED, OPEN, OPEN_ABOVE, OPEN_BELOW, Band, Call, count_visible
 from sqrtdk.errors import InvalidTypeError, InvalidValueError, SqrtdkWarning
 from sqrtdk.scales import Factor, Policy, ScaleContext, Sqrt, Temperature, resolve
 
@@ -37,38 +37,40 @@ def validate(
     This runs before every call of the kernel: what is usual (arrays, the default scale, no mask) must cost little.
     """
     query, key, value = _validate_arrays(q, k, v)
-    shape = query.shape
-    heads, groups = validate_shapes(shape, key.shape, value.shape)
-    offset, first, last = 0, OPEN_BELOW, OPEN_ABOVE
+    shape, keys = query.shape, key.shape[-2]
+    heads = validate_shapes(shape, key.shape, value.shape)
+    band = ALIGNED if shape[-2] == keys else OPEN
     if causal is not False or window is not None or causal_offset is not None:
         asks = isinstance(scale, str | Policy)
-        offset, first, last = validate_range(causal, causal_offset, window, shape[-2], key.shape[-2], asks)
-    call = Call(
+        band = validate_band(causal, causal_offset, window, shape[-2], keys, asks)
+    if mask is not None:
+        mask = _validate_mask(mask, (*shape[:-3], heads, shape[-2], keys))
+    policy, array, factor = None, None, 0.0
+    if scale is None:
+        factor = _default_factor(Sqrt.factor, shape[-1])
+    else:
+        policy, array, factor = _validate_scale(scale, query, keys, mask, band)
+    return Call(
         query,
         key,
         value,
-        _CODES[query.dtype],
-        heads,
-        groups,
-        _DEFAULT,
-        _default_factor(Sqrt.factor, shape[-1]),
-        None if mask is None else _validate_mask(mask, (*shape[:-3], heads, shape[-2], key.shape[-2])),
-        offset,
-        first,
-        last,
-        None if softcap is None else validate_softcap(softcap),
+        array,
+        mask,
         None if sinks is None else _validate_sinks(sinks, heads),
+        None,
+        factor,
+        0.0 if softcap is None else validate_softcap(softcap),
+        0.0,
+        band,
+        policy,
     )
-    if scale is not None:
-        call.policy, call.factor = _validate_scale(scale, call)
-    return call
 
 
 # Beyond any sequence, and three of them still add up within an int64.
 _FAR = 2**61
 
-_FLOATS = ("float16", "bfloat16", "float32", "float64")
-"""The dtypes of arrays, in the order of `Dtype` in kernel.h."""
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+"""The dtypes of arrays and tensors, in the order of `Dtype` in kernel.h."""
 
 _DEFAULT = Sqrt()
 
@@ -81,7 +83,7 @@ def _default_factor(formula: Callable[[Sqrt, ScaleContext], Factor], d_k: int) -
 
 # Looking a dtype up is forty times quicker than asking for its name. bfloat16, and numbers of the other byte order, are
 # learnt when they come.
-_CODES: dict[np.dtype[Any], int] = {np.dtype(name): _FLOATS.index(name) for name in ("float16", "float32", "float64")}
+_CODES: dict[np.dtype[Any], int] = {np.dtype(name): FLOATS.index(name) for name in ("float16", "float32", "float64")}
 
 
 def _as_array(name: str, value: npt.ArrayLike) -> Array:
@@ -101,7 +103,7 @@ def as_float_array(name: str, value: npt.ArrayLike) -> Array:
     """The argument as an array of one of the four float dtypes, not copied."""
     array = _as_array(name, value)
     if array.dtype not in _CODES and not _learn(array.dtype):
-        raise InvalidTypeError(f"{name} must be a {', '.join(_FLOATS[:-1])} or {_FLOATS[-1]} array, got {array.dtype}")
+        raise InvalidTypeError(f"{name} must be a {', '.join(FLOATS[:-1])} or {FLOATS[-1]} array, got {array.dtype}")
     return array
 
 
@@ -118,8 +120,8 @@ def _validate_arrays(q: npt.ArrayLike, k: npt.ArrayLike, v: npt.ArrayLike) -> tu
 
 
 def _learn(dtype: np.dtype[Any]) -> bool:
-    if dtype.name in _FLOATS:
-        _CODES[dtype] = _FLOATS.index(dtype.name)
+    if dtype.name in FLOATS:
+        _CODES[dtype] = FLOATS.index(dtype.name)
     return dtype in _CODES
 
 
@@ -128,12 +130,12 @@ def float_code(dtype: np.dtype[Any]) -> int:
     return _CODES[dtype]
 
 
-def validate_shapes(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...]) -> tuple[int, int]:
-    """The numbers of query heads and of key/value heads, if the three shapes fit together."""
+def validate_shapes(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...]) -> int:
+    """The number of query heads, if the three shapes fit together."""
     rank = len(query)
     alike = key == query == value  # one comparison instead of many, and the usual case
     if rank >= 2 and query[-1] > 0 and (alike or _fit(query, key, value)):
-        return (1, 1) if rank == 2 else (query[-3], key[-3])
+        return 1 if rank == 2 else query[-3]
     raise _explain_shapes(query, key, value)
 
 
@@ -174,24 +176,24 @@ def _explain_shapes(query: tuple[int, ...], key: tuple[int, ...], value: tuple[i
     )
 
 
-def validate_range(
+def validate_band(
     causal: bool, causal_offset: int | None, window: Window | None, queries: int, keys: int, scale_asks: bool
-) -> tuple[int, int, int]:
-    """The offset, and the least and the largest j − i with which query i sees key j.
+) -> Band:
+    """The visible range of a call that is causal, has a window or an offset.
 
     `scale_asks` if the scale may ask for positions, which an offset then moves without hiding a key.
     """
     causal = require_flag("causal", causal)
     if causal_offset is not None and not (causal or window is not None or scale_asks):
         raise InvalidValueError(
-            f"causal_offset must come with causal=True, a window or a policy that asks for positions, "
+            "causal_offset must come with causal=True, a window or a policy that asks for positions, "
             f"got causal_offset={causal_offset!r} alone, which would hide nothing"
         )
     offset = _validate_offset(causal, causal_offset, window, queries, keys)
     left, right = (None, None) if window is None else _validate_window(window)
     first = OPEN_BELOW if left is None else offset - left
     last = OPEN_ABOVE if right is None else offset + right
-    return offset, first, min(last, offset) if causal else last
+    return Band(first, min(last, offset) if causal else last, offset)
 
 
 def require_flag(name: str, value: bool) -> bool:
@@ -245,11 +247,37 @@ def _validate_mask(mask: npt.ArrayLike, shape: tuple[int, ...]) -> Array:
     array = _as_array("mask", mask)
     if array.dtype != np.bool_ and array.dtype not in _CODES and not _learn(array.dtype):
         raise InvalidTypeError(f"mask must be boolean (True: may attend) or additive float, got {array.dtype}")
-    if not broadcasts(array.shape, shape):
-        raise InvalidValueError(f"mask must broadcast to [..., H, L, S] = {shape}, got {array.shape}")
+    require_mask_shape("mask", array.shape, shape)
     if array.dtype != np.bool_:
         warn_of_truth_values(array)
     return array
+
+
+def require_mask_shape(name: str, shape: tuple[int, ...], to: tuple[int, ...]) -> None:
+    """Refuse a mask that does not broadcast to `[..., H, L, S]`."""
+    if not broadcasts(shape, to):
+        raise InvalidValueError(f"{name} must broadcast to [..., H, L, S] = {tuple(to)}, got {tuple(shape)}")
+
+
+def require_sinks_shape(shape: tuple[int, ...], heads: int) -> None:
+    """Refuse sinks that are not one logit per query head."""
+    if tuple(shape) != (heads,):
+        raise InvalidValueError(f"sinks must have shape [H] = ({heads},), got {tuple(shape)}")
+
+
+def require_scale_shape(name: str, kind: str, shape: tuple[int, ...], rows: tuple[int, ...], rows_known: bool) -> None:
+    """Refuse a scale, an array or tensor by its `kind`, that does not broadcast to `[..., H, L]`.
+
+    One axis would silently mean rows: it is refused for several heads, unless its maker knows (`rows_known`).
+    """
+    shape, rows = tuple(shape), tuple(rows)
+    if len(shape) == 1 and len(rows) > 1 and not rows_known:
+        raise InvalidValueError(
+            f"{name} must broadcast to [..., H, L] = {rows}; a one-dimensional {kind} {shape} would mean rows: "
+            "use scale[:, None] for one number per head, scale[None, :] for one per query"
+        )
+    if not broadcasts(shape, rows):
+        raise InvalidValueError(f"{name} must broadcast to [..., H, L] = {rows}, got {shape}")
 
 
 def warn_of_truth_values(mask: Any) -> None:
@@ -280,38 +308,38 @@ def _validate_sinks(sinks: npt.ArrayLike, heads: int) -> Array:
     array = _as_array("sinks", sinks)
     if array.dtype not in _CODES and not _learn(array.dtype):
         raise InvalidTypeError(f"sinks must be floating, one logit per query head, got {array.dtype}")
-    if array.shape != (heads,):
-        raise InvalidValueError(f"sinks must have shape [H] = ({heads},), got {array.shape}")
+    require_sinks_shape(array.shape, heads)
     wide = array.astype(np.float64)
     if not np.isfinite(wide).all():
         raise InvalidValueError(f"sinks must be finite, got {sinks!r}")
     return wide
 
 
-def _validate_scale(scale: ScaleLike, call: Call) -> tuple[Policy, float | Array]:
-    """The policy (its `prepare` matters) and the factor, a number or an array that broadcasts to `[..., H, L]`."""
+def _validate_scale(
+    scale: ScaleLike, query: Array, keys: int, mask: Array | None, band: Band
+) -> tuple[Policy | None, Array | None, float]:
+    """The policy if it has to prepare q and k; the scale as an array that broadcasts to `[..., H, L]`, or a number."""
+    policy, given, name, rows_known = None, scale, "scale", False
     if isinstance(scale, str | Policy):
         policy = resolve(scale)
-        positions = np.arange(call.queries, dtype=np.int64) + call.offset
-        context = ScaleContext(d_k=call.query.shape[-1], positions=positions, count_visible=call.count_visible)
-        given: Any = policy.factor(context)
-        what = f"the factor of policy {policy}"
-    else:
-        policy, given, what = _DEFAULT, scale, "scale"
+        context = ScaleContext(
+            d_k=query.shape[-1],
+            positions=np.arange(query.shape[-2], dtype=np.int64) + (band.offset or 0),
+            count_visible=lambda: count_visible(query, keys, mask, band),
+        )
+        given, name = policy.factor(context), f"the factor of policy {policy}"
+        # What a user wrote into a temperature is his own; the others count rows themselves.
+        rows_known = not isinstance(policy, Temperature)
+        policy = None if type(policy).prepare is Policy.prepare else policy
     if type(given) is float and math.isfinite(given):
-        return policy, given
-    array = _as_array(what, given)
-    if array.dtype.name not in _FLOATS and array.dtype.kind not in "iu":
-        raise InvalidTypeError(f"{what} must be a number, an array, a policy or its name, got {given!r}")
+        return policy, None, given
+    array = _as_array(name, cast(npt.ArrayLike, given))
+    if array.dtype.name not in FLOATS and array.dtype.kind not in "iu":
+        raise InvalidTypeError(f"{name} must be a number, an array, a policy or its name, got {given!r}")
     array = array.astype(np.float64)
     if not np.isfinite(array).all():
-        raise InvalidValueError(f"{what} must be finite, got {given!r}")
-    rows = call.query.shape[:-1]
-    if array.ndim == 1 and len(rows) > 1 and (what == "scale" or isinstance(policy, Temperature)):
-        raise InvalidValueError(
-            f"{what} must broadcast to [..., H, L] = {rows}; a one-dimensional array {array.shape} would mean rows: "
-            "use scale[:, None] for one number per head, scale[None, :] for one per query"
-        )
-    if not broadcasts(array.shape, rows):
-        raise InvalidValueError(f"{what} must broadcast to [..., H, L] = {rows}, got {array.shape}")
-    return policy, array if array.ndim else float(array)
+        raise InvalidValueError(f"{name} must be finite, got {given!r}")
+    if not array.ndim:
+        return policy, None, float(array)
+    require_scale_shape(name, "array", array.shape, query.shape[:-1], rows_known)
+    return policy, array, 0.0

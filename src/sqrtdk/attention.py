@@ -2,33 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from sqrtdk import backends
-from sqrtdk.arguments import ScaleLike, Window, as_float_array, float_code, validate
-from sqrtdk.call import Call
+from sqrtdk.arguments import ScaleLike, Window, as_float_array, validate
+from sqrtdk.call import Call, Forward, Slopes, Wanted
+from sqrtdk.engines import Engine, choose
+from sqrtdk.engines.kernel import KERNEL
+from sqrtdk.engines.reference import REFERENCE
 from sqrtdk.errors import InvalidTypeError, InvalidValueError
-from sqrtdk.reference import attend, differentiate
-from sqrtdk.scales import Policy
 from sqrtdk.statistics import AttentionStatistics
 
 Array = npt.NDArray[Any]
 
-# How kernel.h numbers mask kinds and bfloat16.
-_BOOLEAN_MASK, _FIRST_FLOAT_MASK = 1, 2
-_BFLOAT16 = 1
 
-
-class Attention(NamedTuple):
-    """What `attention` returns: output `[..., H, L, V]`; statistics and weights `[..., H, L, S]` if asked for."""
-
+class _Triple(NamedTuple):
     output: Array
     statistics: AttentionStatistics | None
     weights: Array | None
+
+
+class Attention(_Triple):
+    """What `attention` returns: output `[..., H, L, V]`; statistics and weights `[..., H, L, S]` if asked for.
+
+    A tuple of these three. `engine` names who computed all of them, in one pass; None in a traced graph.
+    """
+
+    engine: str | None = None
+
+    def _replace(self, **changes: Any) -> Attention:
+        """The same result with other output, statistics or weights."""
+        result = Attention(*super()._replace(**changes))
+        result.engine = self.engine
+        return result
 
 
 class Gradients(NamedTuple):
@@ -98,112 +107,48 @@ def attention(
     """
     call = validate(q, k, v, scale, mask, causal, causal_offset, window, softcap, sinks)
     plan = backends.plan()
+    wanted = Wanted(statistics, weights)
+    engine = _choose(call, wanted, plan)
+    done = engine.forward(call if call.policy is None else _prepare(call, engine), wanted, plan)
+    dtype = call.query.dtype
+    result = Attention(
+        done.output if done.output.dtype is dtype else _narrow(done.output, dtype),
+        AttentionStatistics.from_blocks(done.counts, done.numbers) if statistics else None,
+        _narrow(done.weights, dtype) if weights else None,
+    )
+    result.engine = engine.name
+    return result
+
+
+def _choose(call: Call, wanted: Wanted | Slopes, plan: backends.Plan) -> Engine:
     if plan.forward is None:
         backends.warn_without_kernel()
-        return _run_reference(call, statistics, weights)
-    if call.query.size == 0 or call.value.size == 0:  # nothing to compute, only shapes to get right
-        return _run_reference(call, statistics, weights)
-    output, described = _run_kernel(call, plan, statistics)
-    return Attention(output, described, _run_reference(call, False, True).weights if weights else None)
+        return choose((REFERENCE,), call, wanted, plan)
+    return choose((KERNEL, REFERENCE), call, wanted, plan)
 
 
-def _run_reference(call: Call, statistics: bool, weights: bool) -> Attention:
-    output = np.zeros((*call.rows_shape, call.d_v), dtype=call.dtype)
-    every_weight = np.zeros((*call.rows_shape, call.keys), dtype=call.dtype) if weights else None
-    described = _empty_statistics(call.rows_shape) if statistics else None
-    for tile in call.tiles():
-        attended = attend(call.rows(tile), statistics=statistics)
-        with np.errstate(all="ignore"):
-            output[tile] = attended.output
-            if every_weight is not None:
-                every_weight[tile] = attended.weights
-        if described is not None and attended.statistics is not None:
-            for name, array in described.items():
-                array[tile] = getattr(attended.statistics, name)
-    return Attention(
-        output=call.restore(output),
-        statistics=None
-        if described is None
-        else AttentionStatistics(**{name: call.restore(array) for name, array in described.items()}),
-        weights=None if every_weight is None else call.restore(every_weight),
-    )
-
-
-def _run_kernel(call: Call, plan: backends.Plan, statistics: bool) -> tuple[Array, AttentionStatistics | None]:
-    forward, level, threads = plan
-    assert forward is not None
-    query, key, value = call.query, call.key, call.value
-    code, dtype, factor, mask = call.code, query.dtype, call.factor, call.mask
-    if type(call.policy).prepare is not Policy.prepare:
-        code, query, key, value = _prepare(call)
-    elif code == _BFLOAT16 or not dtype.isnative:
-        query, key, value = _as_kernel_reads(query), _as_kernel_reads(key), _as_kernel_reads(value)
-    rows = query.shape[:-1]
-    output = np.empty((*rows, value.shape[-1]), query.dtype)
-    counts = np.empty((2, *rows), np.int64) if statistics else None
-    numbers = np.empty((11, *rows)) if statistics else None
-    is_number = type(factor) is float
-    mask_kind = 0
-    if mask is not None:
-        mask_kind = _BOOLEAN_MASK if mask.dtype == np.bool_ else _FIRST_FLOAT_MASK + float_code(mask.dtype)
-        mask = _as_kernel_reads(mask)
-    done = forward(
-        level,
-        threads,
-        code,
-        query,
-        key,
-        value,
-        factor if is_number else 0.0,
-        None if is_number else factor,
-        mask_kind,
-        mask,
-        call.first,
-        call.last,
-        0.0 if call.softcap is None else call.softcap,
-        call.sinks,
-        output,
-        numbers,
-        counts,
-    )
-    if not done:
-        return _run_kernel(_copy_misaligned(call), plan, statistics)
-    if output.dtype is not dtype:
-        with np.errstate(all="ignore"):
-            output = output.view(dtype) if code == _BFLOAT16 else output.astype(dtype)
-    if counts is None or numbers is None:
-        return output, None
-    return output, AttentionStatistics.from_blocks(counts, numbers)
-
-
-def _prepare(call: Call) -> tuple[int, Array, Array, Array]:
-    """q and k as the policy wants them, and v, in the precision the kernel works in."""
-    working = np.dtype(np.float64 if call.dtype.itemsize == 8 else np.float32)
+def _prepare(call: Call, engine: Engine) -> Call:
+    """The call with q and k as its policy wants them, in the precision in which the engine computes."""
+    assert call.policy is not None
+    is_wide = engine is REFERENCE or call.query.dtype.itemsize == 8
+    working = np.dtype(np.float64 if is_wide else np.float32)
     with np.errstate(all="ignore"):
-        q, k = call.policy.prepare(call.q.astype(np.float64, order="C"), call.k.astype(np.float64, order="C"))
-        return (
-            float_code(working),
-            np.asarray(q).astype(working, copy=False).reshape(call.query.shape),
-            np.asarray(k).astype(working, copy=False).reshape(call.key.shape),
-            call.value.astype(working, copy=False),
+        q, k = call.policy.prepare(_widen(call.query), _widen(call.key))
+        return call._replace(
+            query=np.asarray(q).astype(working, copy=False),
+            key=np.asarray(k).astype(working, copy=False),
+            value=call.value.astype(working, copy=False),
+            policy=None,
         )
 
 
-def _as_kernel_reads(array: Array) -> Array:
-    """bfloat16, which has no buffer format, as uint16; the other byte order turned round."""
-    if array.dtype.name == "bfloat16":
-        return array.view(np.uint16)
-    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+def _widen(array: Array) -> Array:
+    return array.astype(np.float64, order="C")
 
 
-def _copy_misaligned(call: Call) -> Call:
-    """The call with every array copied whose elements do not lie at a multiple of their size."""
-
-    def aligned(array: Array) -> Array:
-        return array if array.flags.aligned else array.copy()
-
-    mask = None if call.mask is None else aligned(call.mask)
-    return replace(call, query=aligned(call.query), key=aligned(call.key), value=aligned(call.value), mask=mask)
+def _narrow(array: Array, dtype: np.dtype[Any]) -> Array:
+    with np.errstate(all="ignore"):
+        return array.astype(dtype, copy=False)
 
 
 def attention_gradients(
@@ -238,40 +183,27 @@ def attention_gradients(
     """
     call = validate(q, k, v, scale, mask, causal, causal_offset, window, softcap, sinks)
     grad = as_float_array("grad_output", grad_output)
-    expected = (*call.batch, *call.head_shape, call.queries, call.d_v)
+    expected = (*call.query.shape[:-1], call.d_v)
     if grad.shape != expected:
         raise InvalidValueError(f"grad_output must have the output's shape {expected}, got {grad.shape}")
-    if grad.dtype != call.dtype:
-        raise InvalidTypeError(f"grad_output must have the dtype of query, {call.dtype}, got {grad.dtype}")
-    grad = grad.reshape(*call.rows_shape, call.d_v)
-    grad_q = np.zeros(call.q.shape)
-    grad_k = np.zeros(call.k.shape)
-    grad_v = np.zeros(call.v.shape)
-    grad_scale = np.zeros(call.rows_shape)
-    grad_sinks = np.zeros(call.rows_shape)
-    for tile in call.tiles():
-        found = differentiate(call.rows(tile), grad[tile].astype(np.float64, order="C"))
-        n, g, _, _ = tile
-        grad_q[tile] = found.query
-        grad_k[n, g] += found.key.sum(axis=2, keepdims=True)
-        grad_v[n, g] += found.value.sum(axis=2, keepdims=True)
-        grad_scale[tile] = found.scale
-        grad_sinks[tile] = found.sink
-    with np.errstate(all="ignore"):
-        wide_q, wide_k = call.q.astype(np.float64, order="C"), call.k.astype(np.float64, order="C")
-        grad_q, grad_k = call.policy.pull_back(wide_q, wide_k, grad_q, grad_k)
-        return Gradients(
-            query=call.restore(grad_q.astype(call.dtype)),
-            key=grad_k.astype(call.dtype).reshape(call.key.shape),
-            value=grad_v.astype(call.dtype).reshape(*call.key.shape[:-1], call.d_v),
-            scale=call.restore(grad_scale),
-            sinks=None if call.sinks is None else grad_sinks.sum(axis=(0, 3)).reshape(-1),
-        )
-
-
-def _empty_statistics(shape: tuple[int, ...]) -> dict[str, Array]:
-    whole = {"visible_keys": 0, "max_key": -1}
-    return {
-        item.name: np.full(shape, whole.get(item.name, 0), dtype=np.int64 if item.name in whole else np.float64)
-        for item in fields(AttentionStatistics)
-    }
+    dtype = call.query.dtype
+    if grad.dtype != dtype:
+        raise InvalidTypeError(f"grad_output must have the dtype of query, {dtype}, got {grad.dtype}")
+    plan, slopes = backends.plan(), Slopes(grad)
+    engine = _choose(call, slopes, plan)
+    ready = call if call.policy is None else _prepare(call, engine)
+    gradients = engine.backward(ready, slopes, Forward(None), plan)
+    to_query, to_key = gradients.query, gradients.key
+    if call.policy is not None:
+        with np.errstate(all="ignore"):
+            to_query, to_key = call.policy.pull_back(
+                _widen(call.query), _widen(call.key), to_query.astype(np.float64), to_key.astype(np.float64)
+            )
+    axes = tuple(axis for axis in range(len(call.rows)) if axis != len(call.rows) - 2)
+    return Gradients(
+        query=_narrow(to_query, dtype),
+        key=_narrow(to_key, dtype),
+        value=_narrow(gradients.value, dtype),
+        scale=gradients.scale,
+        sinks=None if call.sinks is None else gradients.sinks.sum(axis=axes).reshape(-1),
+    )

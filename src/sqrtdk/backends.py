@@ -44,11 +44,13 @@ class Backend:
 
 
 class Plan(NamedTuple):
-    """What a call of attention needs to know: the kernel's `forward` (None: the reference), its level, its threads."""
+    """What a call of attention needs to know: the kernel's `forward` (None: the reference), its level, its threads, and
+    whether somebody asked for this backend by name."""
 
     forward: Callable[..., bool] | None
     level: str
     threads: int
+    is_forced: bool
 
 
 class _Choice:
@@ -213,10 +215,11 @@ def _make_plan(choice: _Choice) -> Plan:
         if name is not None:
             _require_running("SQRTDK_BACKEND", name)
     kernel, _ = _load_kernel()
+    is_forced = name is not None
     if name is None:
         name = REFERENCE if kernel is None else kernel.best_level()
     count = choice.threads if choice.threads is not None else _default_threads()
-    return Plan(None if kernel is None or name == REFERENCE else kernel.forward, name, count)
+    return Plan(None if kernel is None or name == REFERENCE else kernel.forward, name, count, is_forced)
 
 
 def _require_running(argument: str, name: Any) -> None:

@@ -1,78 +1,154 @@
-"""A checked call of attention: its arguments in one layout and its rows cut into tiles.
+"""One checked call of attention, for arrays and tensors alike: what is given, which keys are visible, what is wanted.
 
-Shape legend: N batch entries (all leading axes), G key/value heads, R query heads per key/value head (H = G·R),
-L queries, S keys, D = dₖ, V = dᵥ.
+Shape legend: H query heads, G key/value heads, L queries, S keys, D = dₖ, V = dᵥ; `...` any leading axes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
-from sqrtdk.reference import Rows
 from sqrtdk.scales import Policy
-
-Array = npt.NDArray[Any]
-
-# Logits held at once, in elements: 2 MiB of float64 per temporary, whatever the sequence length.
-BLOCK_ELEMENTS = 2**18
+from sqrtdk.theory import namespace_of
 
 # The limits of kernel.h that leave a side of the visible range open.
 OPEN_BELOW, OPEN_ABOVE = -(2**63), 2**63 - 1
 
-Tile = tuple[slice, slice, slice, slice]
+# Mask entries that are looked at at once when visible keys are counted.
+_COUNTED_AT_ONCE = 2**18
 
 
-@dataclass(eq=False)
-class Call:
-    """A call whose arguments have been checked: arrays as they were given, never copied here.
+class Band(NamedTuple):
+    """The visible range: query i, at position i + offset, sees key j if first ≤ j − i ≤ last.
 
-    `factor` and `mask` broadcast to `[..., H, L]` and `[..., H, L, S]`. Query i, at position i + offset, sees key j if
-    first ≤ j − i ≤ last and the mask lets it; OPEN_BELOW and OPEN_ABOVE leave a side open. The properties `q`, `k`, `v`
-    bring the arrays into the common layout q `[N, G, R, L, D]`, k and v `[N, G, 1, S, ·]`: the kernel does without.
+    The offset is None where queries and keys have no positions in common (cross-attention).
     """
 
-    query: Array
-    key: Array
-    value: Array
-    code: int
-    heads: int
-    groups: int
-    policy: Policy
-    factor: float | Array
-    mask: Array | None
-    offset: int
-    first: int
-    last: int
-    softcap: float | None
-    sinks: Array | None
+    first: int = OPEN_BELOW
+    last: int = OPEN_ABOVE
+    offset: int | None = None
 
     @property
-    def dtype(self) -> np.dtype[Any]:
-        """The dtype of query, key, value and the output."""
-        return self.query.dtype
+    def is_open(self) -> bool:
+        """Whether it hides nothing."""
+        return self.first == OPEN_BELOW and self.last == OPEN_ABOVE
+
+    def sees(self, rows: Any, keys: Any) -> Any:
+        """Which keys `[s]` each row `[l]` sees, both integer arrays or tensors: boolean `[l, s]`, None for all."""
+        if self.is_open:
+            return None
+        apart = keys - rows[:, None]
+        if self.first == OPEN_BELOW:
+            return apart <= self.last
+        if self.last == OPEN_ABOVE:
+            return apart >= self.first
+        return (apart >= self.first) & (apart <= self.last)
+
+    def keys_of(self, rows: slice, keys: int) -> slice:
+        """The keys that lie in the range of some of the rows."""
+        start = 0 if self.first == OPEN_BELOW else min(max(rows.start + self.first, 0), keys)
+        stop = keys if self.last == OPEN_ABOVE else min(max(rows.stop + self.last, start), keys)
+        return slice(start, stop)
+
+    def count_keys(self, rows: Any, keys: int) -> Any:
+        """How many of the keys each row `[l]` (an integer array or tensor) sees."""
+        # Clipped first: row + OPEN_ABOVE would be beyond int64.
+        most = (rows + min(self.last, keys)).clip(None, keys - 1)
+        least = (rows + max(self.first, -(2**62))).clip(0, None)
+        return (most - least + 1).clip(0, None)
+
+
+OPEN, ALIGNED = Band(), Band(offset=0)
+
+
+class Wanted(NamedTuple):
+    """What is asked of an engine.
+
+    Args:
+        statistics: the numbers of `AttentionStatistics`.
+        weights: the weights `[..., H, L, S]`.
+        saved: what a backward pass starts from.
+        derivatives: results made of operations that torch differentiates in its turn.
+    """
+
+    statistics: bool = False
+    weights: bool = False
+    saved: bool = False
+    derivatives: bool = False
+
+
+class Slopes(NamedTuple):
+    """What a backward pass is given, and which gradients beyond those of q, k, v and sinks it is to give.
+
+    Args:
+        output: ∂loss/∂output `[..., H, L, V]`.
+        weights: ∂loss/∂weights `[..., H, L, S]`, or None.
+        scale: whether the gradient of the scale is wanted.
+        mask: whether that of an additive mask is.
+        derivatives: results made of operations that torch differentiates in its turn.
+    """
+
+    output: Any
+    weights: Any = None
+    scale: bool = True
+    mask: bool = False
+    derivatives: bool = False
+
+
+class Call(NamedTuple):
+    """A call whose arguments have been checked: NumPy arrays or torch tensors as they were given, never copied here.
+
+    Args:
+        query, key, value: `[..., H, L, D]`, `[..., G, S, D]`, `[..., G, S, V]`, or without the axis of heads.
+        scale: broadcasts to `[..., H, L]`; None: `factor` is the scale.
+        mask: boolean or additive, broadcasts to `[..., H, L, S]`.
+        sinks: `[H]`; tensors may have batch axes in front.
+        seed: draws the dropout; a tensor.
+        factor: the scale where it is one number.
+        softcap: 0 is none.
+        dropout: the probability that a weight is dropped; tensors only.
+        band: the visible range.
+        policy: prepares q and k before the product, where it has to; arrays only, tensors come prepared.
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    scale: Any = None
+    mask: Any = None
+    sinks: Any = None
+    seed: Any = None
+    factor: float = 1.0
+    softcap: float = 0.0
+    dropout: float = 0.0
+    band: Band = OPEN
+    policy: Policy | None = None
 
     @property
-    def batch(self) -> tuple[int, ...]:
-        """The leading axes."""
-        return self.query.shape[:-3]
+    def rows(self) -> tuple[int, ...]:
+        """`[..., H, L]`, the shape of what there is one of per row."""
+        return tuple(self.query.shape[:-1])
 
     @property
-    def head_shape(self) -> tuple[int, ...]:
-        """(H,), or () where the call has no axis of heads."""
-        return self.query.shape[-3:-2]
+    def heads_shape(self) -> tuple[int, ...]:
+        """`[..., H]`; (1,) for a call without an axis of heads."""
+        return tuple(self.query.shape[:-2]) or (1,)
 
-    @cached_property
-    def rows_shape(self) -> tuple[int, int, int, int]:
-        """N, G, R, L."""
-        shared = self.heads // self.groups if self.groups else 1
-        return math.prod(self.batch), self.groups, shared, self.queries
+    @property
+    def heads(self) -> int:
+        """H."""
+        return int(self.heads_shape[-1])
+
+    @property
+    def groups(self) -> int:
+        """G."""
+        return int(self.key.shape[-3]) if len(self.key.shape) > 2 else 1
+
+    @property
+    def shared(self) -> int:
+        """H/G, the query heads that share a key/value head."""
+        return self.heads // max(self.groups, 1)
 
     @property
     def queries(self) -> int:
@@ -89,109 +165,93 @@ class Call:
         """V."""
         return int(self.value.shape[-1])
 
-    @cached_property
-    def q(self) -> Array:
-        """`[N, G, R, L, D]`."""
-        return self.query.reshape(*self.rows_shape, self.query.shape[-1])
+    @property
+    def logits_shape(self) -> tuple[int, ...]:
+        """`[..., H, L, S]`, with an axis of heads in any case: what masks broadcast to."""
+        return (*self.heads_shape, self.query.shape[-2], self.key.shape[-2])
 
-    @cached_property
-    def k(self) -> Array:
-        """`[N, G, 1, S, D]`."""
-        return self.key.reshape(*self.rows_shape[:2], 1, *self.key.shape[-2:])
 
-    @cached_property
-    def v(self) -> Array:
-        """`[N, G, 1, S, V]`."""
-        return self.value.reshape(*self.rows_shape[:2], 1, *self.value.shape[-2:])
+FLAT_TENSORS = 7
+"""How many of a flattened call's items are tensors; they come first."""
 
-    @cached_property
-    def row_factors(self) -> Array:
-        """The factor of every row `[N, G, R, L]`."""
-        return np.broadcast_to(self.factor, self.query.shape[:-1]).reshape(self.rows_shape)
 
-    @cached_property
-    def whole_mask(self) -> Array:
-        """The mask as `[..., H, L, S]`."""
-        assert self.mask is not None
-        return np.broadcast_to(self.mask, (*self.batch, self.heads, self.queries, self.keys))
+def flatten(call: Call) -> tuple[Any, ...]:
+    """The call of tensors as the flat arguments that torch's operators and autograd functions take.
 
-    def restore(self, array: Array) -> Array:
-        """`[N, G, R, L, ...]` back to the caller's `[..., H, L, ...]`."""
-        return array.reshape(*self.batch, *self.head_shape, self.queries, *array.shape[4:])
+    The offset stays behind: no engine asks for it.
+    """
+    return (*call[:FLAT_TENSORS], call.factor, call.softcap, call.dropout, call.band.first, call.band.last)
 
-    def tiles(self) -> Iterator[Tile]:
-        """Blocks of rows (batch, kv head, all its query heads, query) of about BLOCK_ELEMENTS logits each."""
-        batch, groups, shared, queries = self.rows_shape
-        row = max(shared * self.keys, 1)
-        rows_at_once = max(BLOCK_ELEMENTS // row, 1)
-        heads_at_once = max(rows_at_once // max(queries, 1), 1)
-        batch_at_once = max(heads_at_once // max(groups, 1), 1)
-        for n in range(0, batch, batch_at_once):
-            for g in range(0, groups, heads_at_once):
-                for i in range(0, queries, rows_at_once):
-                    yield (
-                        slice(n, min(n + batch_at_once, batch)),
-                        slice(g, min(g + heads_at_once, groups)),
-                        slice(0, shared),
-                        slice(i, min(i + rows_at_once, queries)),
-                    )
 
-    def rows(self, tile: Tile) -> Rows:
-        """The float64 rows of a tile, with its masks worked out."""
-        n, g, _, _ = tile
-        # C order whatever the caller's strides: the product's rounding follows the layout.
-        q, k = self.q[tile].astype(np.float64, order="C"), self.k[n, g].astype(np.float64, order="C")
-        with np.errstate(all="ignore"):
-            q, k = self.policy.prepare(q, k)
-        visible, bias = self.visibility(tile)
-        return Rows(
-            q=q,
-            k=k,
-            v=self.v[n, g].astype(np.float64, order="C"),
-            scale=self.row_factors[tile][..., None],
-            visible=visible,
-            bias=bias,
-            softcap=self.softcap,
-            sink=None if self.sinks is None else self.sinks.reshape(self.rows_shape[1:3])[None, g, :, None, None],
-        )
+def restore(flat: Iterable[Any]) -> Call:
+    """The call that was flattened."""
+    query, key, value, scale, mask, sinks, seed, factor, softcap, dropout, first, last = flat
+    return Call(query, key, value, scale, mask, sinks, seed, factor, softcap, dropout, Band(first, last))
 
-    def visibility(self, tile: Tile) -> tuple[Array, Array | None]:
-        """Which keys each row of a tile sees, broadcastable to `[n, g, R, l, S]`, and what is added to the scores."""
-        visible = self._in_range(tile[3])
-        if self.mask is None:
-            return visible, None
-        n, g, _, i = tile
-        shared = all(stride == 0 for stride in self.whole_mask.strides[: len(self.batch)])
-        entries = range(1) if shared else range(n.start, n.stop)
-        # Sliced before it is copied: a broadcast mask never grows beyond the tile.
-        part = np.stack([self._mask_of(entry)[g, :, i] for entry in entries])
-        if part.dtype == np.bool_:
-            return visible & part, None
-        bias = part.astype(np.float64)
-        return visible & (bias != -np.inf), bias
 
-    def _mask_of(self, entry: int) -> Array:
-        mask = self.whole_mask[np.unravel_index(entry, self.batch)] if self.batch else self.whole_mask
-        return mask.reshape(*self.rows_shape[1:3], *mask.shape[-2:])
+class Forward(NamedTuple):
+    """What an engine gives for a call; None, or no elements in a traced graph, for what was not wanted.
 
-    def _in_range(self, i: slice) -> Array:
-        apart = np.arange(self.keys, dtype=np.int64)[None, :] - np.arange(i.start, i.stop, dtype=np.int64)[:, None]
-        visible = np.ones(apart.shape, dtype=bool)
-        if self.first != OPEN_BELOW:
-            visible &= apart >= self.first
-        if self.last != OPEN_ABOVE:
-            visible &= apart <= self.last
-        return visible
+    Args:
+        output: `[..., H, L, V]`.
+        numbers, counts: float64 `[11, ..., H, L]` and int64 `[2, ..., H, L]` in the order of `AttentionStatistics`.
+        weights: `[..., H, L, S]`.
+        saved: each row's largest logit and its sum of exponentials relative to it, float64 `[2, ..., H, L]`.
+    """
 
-    def count_visible(self) -> Array:
-        """Number of visible keys per row, broadcastable to `[..., H, L]`."""
-        if self.mask is None:
-            i = np.arange(self.queries, dtype=np.int64)
-            # Clipped first: i + OPEN_ABOVE would be beyond int64.
-            most = np.minimum(i + min(self.last, self.keys), self.keys - 1)
-            least = np.maximum(i + max(self.first, -self.queries), 0)
-            return np.asarray(np.maximum(most - least + 1, 0))
-        count = np.zeros(self.rows_shape, dtype=np.int64)
-        for tile in self.tiles():
-            count[tile] = self.visibility(tile)[0].sum(axis=-1)
-        return self.restore(count)
+    output: Any
+    numbers: Any = None
+    counts: Any = None
+    weights: Any = None
+    saved: Any = None
+
+
+class Backward(NamedTuple):
+    """Gradients shaped as query, key, value; of scale and sinks per row `[..., H, L]`; of the mask as the mask.
+
+    None, or no elements in a traced graph, for what was not asked for or is not there.
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    scale: Any = None
+    sinks: Any = None
+    mask: Any = None
+
+
+def row_numbers(query: Any) -> Any:
+    """0, 1, …, L − 1 beside the query: an int64 array, or a tensor on its device."""
+    return namespace_of(query).arange(query.shape[-2], device=query.device)
+
+
+def as_truth(mask: Any) -> Any:
+    """Whether each entry of a mask lets its key be seen; bytes that are neither 0 nor 1 count as true."""
+    xp = namespace_of(mask)
+    return mask.view(xp.uint8) != 0 if mask.dtype == xp.bool else mask != -xp.inf
+
+
+def count_visible(query: Any, keys: int, mask: Any, band: Band) -> Any:
+    """How many keys each row sees, integers that broadcast to `[..., H, L]`: along the mask's own axes, never more."""
+    xp = namespace_of(query)
+    rows = row_numbers(query)
+    if mask is None:
+        return band.count_keys(rows, keys)
+    if mask.ndim > len(query.shape):  # one head without an axis, which its mask may have
+        mask = mask[0]
+    mask = mask[(None,) * (2 - mask.ndim)]
+    mask = xp.broadcast_to(mask, (*mask.shape[:-1], keys))
+    queries = rows.shape[0]
+    every_key = xp.arange(keys, device=rows.device)
+    at_once = max(_COUNTED_AT_ONCE // max(keys * math.prod(mask.shape[:-2]), 1), 1)
+    counts = []
+    for start in range(0, max(queries, 1), at_once):
+        i = slice(start, min(start + at_once, queries))
+        visible = as_truth(mask if mask.shape[-2] == 1 else mask[..., i, :])
+        in_range = band.sees(rows[i], every_key)
+        if in_range is None:
+            seen = visible.sum(-1)
+            counts.append(xp.broadcast_to(seen, (*seen.shape[:-1], i.stop - i.start)))
+        else:
+            counts.append((visible & in_range).sum(-1))
+    return xp.concatenate(counts, -1)

@@ -25,6 +25,10 @@ class SqrtdkWarning(UserWarning):
     """Something works, but not as one would expect it to; the message says how to change that or to silence it."""
 
 
+class FallbackWarning(SqrtdkWarning):
+    """Another engine computes a call than the one that was asked for; the message gives the reason."""
+
+
 def missing_extra(package: str, extra: str) -> MissingExtraError:
     """Build the error that says which extra brings a package.
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sqrtdk.arguments import broadcasts
+from sqrtdk.arguments import require_mask_shape, require_scale_shape, require_sinks_shape
 from sqrtdk.errors import InvalidTypeError, InvalidValueError
 
 _broadcast_shapes: Any = torch.broadcast_shapes
@@ -105,8 +105,7 @@ def require_mask(mask: Tensor, q: Tensor, shape: tuple[int, ...], name: str = "m
             f"{name} must be a tensor of elements, got {type(mask).__name__}; ask for a causal range by its argument"
         )
     _require_place(name, mask, q)
-    if not broadcasts(mask.shape, shape):
-        raise InvalidValueError(f"{name} must broadcast to [..., H, L, S] = {shape}, got {tuple(mask.shape)}")
+    require_mask_shape(name, mask.shape, shape)
     return mask
 
 
@@ -127,8 +126,7 @@ def require_sinks(sinks: Tensor, q: Tensor, heads: int) -> Tensor:
         came = sinks.dtype if isinstance(sinks, Tensor) else type(sinks).__name__
         raise InvalidTypeError(f"sinks must be a floating tensor, one logit per query head, got {came}")
     _require_place("sinks", sinks, q)
-    if tuple(sinks.shape) != (heads,):
-        raise InvalidValueError(f"sinks must have shape [H] = ({heads},), got {tuple(sinks.shape)}")
+    require_sinks_shape(sinks.shape, heads)
     return sinks
 
 
@@ -156,21 +154,11 @@ def require_finite_number(name: str, value: float) -> float:
     return float(value)
 
 
-def require_scale_tensor(what: str, scale: Tensor, q: Tensor, *, rows_known: bool = False) -> Tensor:
-    """A floating tensor that broadcasts to `[..., H, L]`; whether it is finite is for who reads it.
-
-    One axis would silently mean rows: it is refused for several heads, unless its maker knows (`rows_known`).
-    """
-    rows = tuple(q.shape[:-1])
+def require_scale_tensor(name: str, scale: Tensor, q: Tensor, *, rows_known: bool = False) -> Tensor:
+    """A floating tensor that broadcasts to `[..., H, L]`; whether it is finite is looked up where it is read."""
     if scale.dtype not in _FLOATS:
-        raise InvalidTypeError(f"{what} must be floating, got {scale.dtype}")
+        raise InvalidTypeError(f"{name} must be floating, got {scale.dtype}")
     if scale.dim():  # a tensor that is one number may lie anywhere, as torch has it
-        _require_place(what, scale, q)
-    if scale.dim() == 1 and len(rows) > 1 and not rows_known:
-        raise InvalidValueError(
-            f"{what} must broadcast to [..., H, L] = {rows}; a one-dimensional tensor {tuple(scale.shape)} would mean "
-            "rows: use scale[:, None] for one number per head, scale[None, :] for one per query"
-        )
-    if not broadcasts(scale.shape, rows):
-        raise InvalidValueError(f"{what} must broadcast to [..., H, L] = {rows}, got {tuple(scale.shape)}")
+        _require_place(name, scale, q)
+    require_scale_shape(name, "tensor", scale.shape, q.shape[:-1], rows_known)
     return scale.to(q.device)

@@ -1,4 +1,4 @@
-"""The gradients of attention: which calls need them, and how they reach q, k, v, scale, sinks and mask."""
+"""The way of a call to its engine: straight, by way of the dispatcher, or recorded for its gradients."""
 
 from __future__ import annotations
 
@@ -6,117 +6,142 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from sqrtdk.torch.call import TENSORS, Forward, TensorCall
-from sqrtdk.torch.dense import attend_in_one_piece, differentiate_in_one_piece
-from sqrtdk.torch.kernel import is_unobserved
-from sqrtdk.torch.operator import run_backward, run_forward
+from sqrtdk import backends
+from sqrtdk.call import FLAT_TENSORS, Backward, Call, Forward, Slopes, Wanted, flatten, restore
+from sqrtdk.engines import Engine
+from sqrtdk.torch.engines import choose_engine
+from sqrtdk.torch.internals import (
+    is_forward_mode,
+    is_transformed,
+    is_unobserved,
+    levels_that_follow,
+    plain_apply,
+)
+from sqrtdk.torch.operator import require_finite, run_backward, run_forward
 
-_functorch = torch._C._functorch
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def run(call: TensorCall, statistics: bool, weights: bool) -> Forward:
-    """The forward pass, recorded for the backward one if any tensor of the call needs a gradient."""
-    if forward_ad._current_level >= 0:
-        return _run_with_tangents(call, statistics)
-    if torch.is_grad_enabled() and (
+def run(call: Call, wanted: Wanted) -> tuple[Forward, str | None]:
+    """The forward pass, recorded if a tensor of the call needs a gradient, and the engine that made it.
+
+    None for the engine of a graph that is being traced. The dispatcher and the Python function behind it cost more than
+    all the rest of a small call: where nobody watches, it is left out.
+    """
+    if is_forward_mode():
+        # Operators without a rule for tangents would lose them silently.
+        wanted = wanted._replace(derivatives=True)
+        engine = choose_engine(call, wanted, backends.plan())
+        return engine.forward(call, wanted, backends.plan()), engine.name
+    is_direct = is_unobserved() and _is_plain(call)
+    plan = backends.plan()
+    if _needs_gradient(call):
+        wanted = wanted._replace(saved=True)
+        if is_direct:
+            require_finite(call)
+            engine = choose_engine(call, wanted, plan)
+            return Forward(*_apply_plainly(*flatten(call), *wanted[:3], engine)), engine.name
+        if torch.compiler.is_compiling():
+            # The tracer takes no tensor twice.
+            call = call._replace(key=call.key.view_as(call.key), value=call.value.view_as(call.value))
+        return Forward(*cast(Any, Differentiable).apply(*flatten(call), *wanted[:3], None)), None
+    if is_direct:
+        if call.scale is not None or call.sinks is not None:
+            require_finite(call)
+        engine = choose_engine(call, wanted, plan)
+        return engine.forward(call, wanted, plan), engine.name
+    return run_forward(call, wanted), None
+
+
+def _is_plain(call: Call) -> bool:
+    """Whether every tensor has memory of its own: a subclass may have none."""
+    return all(x is None or type(x) in _PLAIN for x in call[:FLAT_TENSORS])
+
+
+def _needs_gradient(call: Call) -> bool:
+    return torch.is_grad_enabled() and (
         call.query.requires_grad
         or call.key.requires_grad
         or call.value.requires_grad
         or any(x is not None and x.requires_grad for x in (call.scale, call.mask, call.sinks))
-        # Inside vmap a tensor does not tell that torch.func.grad around it follows it.
-        or (not torch.compiler.is_compiling() and _functorch.peek_interpreter_stack() is not None)
-    ):
-        if is_unobserved():
-            return Forward(*_apply_plainly(*call, statistics, weights))
-        if torch.compiler.is_compiling():
-            # The tracer takes no tensor twice.
-            call = call._replace(key=call.key.view_as(call.key), value=call.value.view_as(call.value))
-        return Forward(*cast(Any, Differentiable).apply(*call, statistics, weights))
-    return run_forward(call, statistics, weights)
-
-
-def _run_with_tangents(call: TensorCall, statistics: bool) -> Forward:
-    """For forward-mode derivatives: operators without a rule for them would lose the tangents silently."""
-    output, every = attend_in_one_piece(call)
-    if not statistics:
-        return Forward(output, None, None, every)
-    with torch.no_grad(), cast(Any, forward_ad)._set_fwd_grad_enabled(False):
-        described = run_forward(call, True, False)
-    return described._replace(output=output, weights=every)
+        or is_transformed()
+    )
 
 
 class Differentiable(torch.autograd.Function):
-    """The forward operator with its gradients; the statistics have none."""
+    """The forward pass with its gradients; the statistics have none."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor | None, ...]:
-        """The operator; a plain tuple, as vmap's rule cannot carry a named one."""
-        *given, statistics, weights = arguments
-        return tuple(run_forward(TensorCall(*given), statistics, weights))
+        """By the engine that was chosen, or by the operator; a plain tuple, as vmap's rule cannot carry a named one."""
+        *flat, statistics, weights, saved, engine = arguments
+        call, wanted = restore(flat), Wanted(statistics, weights, saved)
+        if engine is None:
+            return tuple(run_forward(call, wanted))
+        return tuple(cast(Engine, engine).forward(call, wanted, backends.plan()))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        """Keep the inputs: the backward pass computes the softmax anew."""
-        ctx.save_for_backward(*inputs[:TENSORS])
-        ctx.numbers, ctx.has_weights = inputs[TENSORS:-2], inputs[-1]
-        if output[1] is not None and output[2] is not None:
-            ctx.mark_non_differentiable(output[1], output[2])
+        """Keep the inputs, and of the outputs what the backward pass starts from."""
+        done = Forward(*output)
+        has_saved = done.saved is not None and done.saved.numel()
+        ctx.save_for_backward(*inputs[:FLAT_TENSORS], done.output if has_saved else None, done.saved)
+        ctx.rest = inputs[FLAT_TENSORS : FLAT_TENSORS + 5]
+        ctx.has_weights = inputs[FLAT_TENSORS + 6]
+        ctx.mark_non_differentiable(*(x for x in (done.numbers, done.counts, done.saved) if x is not None))
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         """Gradients of q, k, v, scale, mask and sinks; differentiable again where a graph is asked for."""
-        call = TensorCall(*ctx.saved_tensors, *ctx.numbers)
-        grad_output, _, _, grad_weights = grads
-        nothing = (None,) * (len(call) + 2)
-        grad_weights = grad_weights if ctx.has_weights else None
-        if grad_output is None and grad_weights is None:
+        *tensors, output, saved = ctx.saved_tensors
+        call = restore((*tensors, *ctx.rest))
+        nothing = (None,) * len(ctx.needs_input_grad)
+        to_output, to_weights = grads[0], grads[3] if ctx.has_weights else None
+        if to_output is None and to_weights is None:
             return nothing
-        if grad_output is None:
-            grad_output = call.query.new_zeros((*call.query.shape[:-1], call.value.shape[-1]))
-        scale_too, mask_too = bool(ctx.needs_input_grad[3]), bool(ctx.needs_input_grad[4])
-        differentiate = (
-            differentiate_in_one_piece if _is_graph_wanted(call, grad_output, grad_weights) else run_backward
-        )
-        found = differentiate(call, grad_output, grad_weights, scale_too=scale_too, mask_too=mask_too)
+        if to_output is None:
+            to_output = call.query.new_zeros((*call.query.shape[:-1], call.value.shape[-1]))
+        slopes = Slopes(to_output, to_weights, bool(ctx.needs_input_grad[3]), bool(ctx.needs_input_grad[4]))
+        gradients = _differentiate(call, slopes, Forward(output, saved=saved))
         to_scale = to_sinks = None
-        if call.scale is not None and scale_too:
-            to_scale = found.scale.sum_to_size(call.scale.shape).to(call.scale.dtype)
+        if slopes.scale:
+            to_scale = gradients.scale.sum_to_size(call.scale.shape).to(call.scale.dtype)
         if call.sinks is not None and ctx.needs_input_grad[5]:
-            per_head = found.sinks.sum(dim=-1).reshape(call.heads_shape)
+            per_head = gradients.sinks.sum(dim=-1).reshape(call.heads_shape)
             to_sinks = per_head.sum_to_size(call.sinks.shape).to(call.sinks.dtype)
-        to_mask = found.mask if mask_too else None
-        return found.query, found.key, found.value, to_scale, to_mask, to_sinks, *nothing[6:]
+        every = (gradients.query, gradients.key, gradients.value, to_scale, gradients.mask, to_sinks)
+        return (*every, *nothing[6:])
 
 
-# For who calls the operator without `run`: the graphs of torch.export.
+def _differentiate(call: Call, slopes: Slopes, done: Forward) -> Backward:
+    if _is_graph_wanted(call, slopes):
+        slopes = slopes._replace(derivatives=True)
+        plan = backends.plan()
+        return choose_engine(call, slopes, plan).backward(call, slopes, done, plan)
+    if is_unobserved() and _is_plain(call) and type(slopes.output) in _PLAIN:
+        plan = backends.plan()
+        return choose_engine(call, slopes, plan).backward(call, slopes, done, plan)
+    return run_backward(call, slopes, done)
+
+
+# For callers of the operator without `run`: the graphs of torch.export. Its schema ends before the engine.
 cast(Any, torch.library).register_autograd(
     "sqrtdk::forward", Differentiable.backward, setup_context=Differentiable.setup_context
 )
 
-# What `Differentiable.apply` calls in the end. Before it, for the sake of transforms that are not there, it looks up
-# and binds the signature of `forward`, which takes 25 µs.
-_apply_plainly: Any = super(torch.autograd.Function, Differentiable).apply
+_apply_plainly = plain_apply(Differentiable)
 
 
-def _is_graph_wanted(call: TensorCall, *grads: Tensor | None) -> bool:
+def _is_graph_wanted(call: Call, slopes: Slopes) -> bool:
     """Whether the gradients may be differentiated in their turn: create_graph, a transform around another, tangents."""
-    if forward_ad._current_level >= 0:
+    if is_forward_mode():
         return True
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
+    transforms, by_autograd = levels_that_follow((*flatten(call)[:FLAT_TENSORS], slopes.output, slopes.weights))
     # torch.func.grad always asks for a graph; only if something else follows the tensors too does anybody use it.
-    transforms = set()
-    for x in (*call[:TENSORS], *grads):
-        inner: Any = x
-        while inner is not None and _functorch.is_functorch_wrapped_tensor(inner):
-            if _functorch.is_gradtrackingtensor(inner) and inner.requires_grad:
-                transforms.add(_functorch.maybe_get_level(inner))
-            inner = _functorch.get_unwrapped(inner)
-        if inner is not None and inner.requires_grad:
-            return True
-    return len(transforms) > 1
+    return by_autograd or len(transforms) > 1

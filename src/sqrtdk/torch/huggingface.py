@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sqrtdk.errors import InvalidTypeError, InvalidValueError, MissingExtraError, missing_extra
-from sqrtdk.torch.functional import attention
+from sqrtdk.torch.compute import compute
 
 # What a model hands to the attention function in place of a mask. Ignoring one of them would give another operation.
 _NOT_UNDERSTOOD = {
@@ -192,7 +192,7 @@ def attend(
     else:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         visible = _align_ends(query.shape[-2], key.shape[-2], bool(causal), sliding_window)
-    result: Any = attention(
+    result: Any = compute(
         query,
         key,
         value,
@@ -200,7 +200,6 @@ def attend(
         mask=_add_bias(attention_mask, position_bias),
         softcap=softcap or None,
         sinks=s_aux,
-        statistics=False,
         weights=_wants_weights(kwargs),
         dropout=dropout,
         **visible,

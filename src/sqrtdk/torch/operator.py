@@ -8,133 +8,96 @@ import torch
 from torch import Tensor
 
 from sqrtdk import backends
+from sqrtdk.call import FLAT_TENSORS, Backward, Call, Forward, Slopes, Wanted, flatten, restore
 from sqrtdk.errors import InvalidValueError
-from sqrtdk.torch import chunked
-from sqrtdk.torch.call import Backward, Forward, TensorCall, wide_dtype
-from sqrtdk.torch.kernel import is_unobserved, kernel_takes, run_kernel
+from sqrtdk.torch.engines import choose_engine
+from sqrtdk.torch.tiles import wide_dtype
 
 _LIBRARY: Any = torch.library.Library("sqrtdk", "DEF")  # type: ignore[no-untyped-call]
 
 _CALL = (
-    "Tensor query, Tensor key, Tensor value, Tensor? scale, Tensor? mask, Tensor? sinks, Tensor? positions, "
-    "Tensor? seed, float factor, float softcap, SymInt first, SymInt last, float dropout"
+    "Tensor query, Tensor key, Tensor value, Tensor? scale, Tensor? mask, Tensor? sinks, Tensor? seed, "
+    "float factor, float softcap, float dropout, SymInt first, SymInt last"
 )
-_LIBRARY.define(f"forward({_CALL}, bool statistics, bool weights) -> (Tensor, Tensor, Tensor, Tensor)")
 _LIBRARY.define(
-    f"backward({_CALL}, Tensor grad_output, Tensor? grad_weights, bool scale_too, bool mask_too) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    f"forward({_CALL}, bool statistics, bool weights, bool saved) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
-
-_PLAIN = (Tensor, torch.nn.Parameter)
-
-
-def run_forward(call: TensorCall, statistics: bool, weights: bool) -> Forward:
-    """The forward pass: straight into the kernel where nobody watches, by way of the dispatcher everywhere else.
-
-    The dispatcher and the Python function behind it cost more than all the rest of a small call.
-    """
-    if _goes_directly(call):
-        return _forward_on_cpu(call, statistics, weights)
-    return Forward(*torch.ops.sqrtdk.forward.default(*call, statistics, weights))
+_LIBRARY.define(
+    f"backward({_CALL}, Tensor? output, Tensor? saved, Tensor grad_output, Tensor? grad_weights, bool scale_too, "
+    "bool mask_too) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+_WANTED, _SLOPES = 3, 6  # how many arguments follow those of the call
 
 
-def run_backward(
-    call: TensorCall, grad_output: Tensor, grad_weights: Tensor | None, *, scale_too: bool, mask_too: bool
-) -> Backward:
-    """The gradients of a call, by recomputation in blocks of rows."""
-    return Backward(*torch.ops.sqrtdk.backward.default(*call, grad_output, grad_weights, scale_too, mask_too))
+def run_forward(call: Call, wanted: Wanted) -> Forward:
+    """The forward pass by way of the dispatcher: whoever watches is told, and the choice of an engine is made there."""
+    done = torch.ops.sqrtdk.forward.default(*flatten(call), *wanted[:_WANTED])
+    is_there = (True, wanted.statistics, wanted.statistics, wanted.weights, wanted.saved)
+    return Forward(*(x if there else None for x, there in zip(done, is_there, strict=True)))
 
 
-def _goes_directly(call: TensorCall) -> bool:
-    query, key, value, scale, mask, sinks = call[:6]
-    return (
-        query.is_cpu
-        and key.is_cpu
-        and value.is_cpu
-        and type(query) in _PLAIN
-        and type(key) in _PLAIN
-        and type(value) in _PLAIN
-        # A subclass may have no memory of its own.
-        and (scale is None or type(scale) in _PLAIN)
-        and (mask is None or type(mask) in _PLAIN)
-        and (sinks is None or type(sinks) in _PLAIN)
-        and is_unobserved()
-    )
+def run_backward(call: Call, slopes: Slopes, done: Forward) -> Backward:
+    """The gradients of a call by way of the dispatcher."""
+    gradients = torch.ops.sqrtdk.backward.default(*flatten(call), done.output, done.saved, *slopes[:4])
+    is_there = (True, True, True, slopes.scale, call.sinks is not None, slopes.mask)
+    return Backward(*(x if there else None for x, there in zip(gradients, is_there, strict=True)))
 
 
-def _forward_on_cpu(call: TensorCall, statistics: bool, weights: bool) -> Forward:
-    """The kernel where it takes the call, else torch in blocks; None for what was not asked for."""
-    if call.scale is not None or call.sinks is not None:
-        _require_finite(call)
-    plan = backends.plan()
-    if plan.forward is None or not kernel_takes(call):
-        output, numbers, counts, every = chunked.attend(call, statistics=statistics, weights=weights)
-        return Forward(
-            output, numbers if statistics else None, counts if statistics else None, every if weights else None
-        )
-    output, numbers, counts = run_kernel(call, plan, statistics)
-    every = chunked.attend(call, statistics=False, weights=True, output=False).weights if weights else None
-    return Forward(output, numbers, counts, every)
-
-
-def _require_finite(call: TensorCall) -> None:
+def require_finite(call: Call) -> None:
     """Refuse a scale or sinks with NaN or infinity; only on the CPU, where looking does not stall a device."""
     for name, tensor in (("scale", call.scale), ("sinks", call.sinks)):
-        if tensor is not None and not bool(torch.isfinite(tensor).all()):
+        if tensor is not None and tensor.is_cpu and not bool(torch.isfinite(tensor).all()):
             raise InvalidValueError(f"{name} must be finite, got {tensor}")
 
 
-def _forward_of_cpu(*arguments: Any) -> Forward:
-    *given, statistics, weights = arguments
-    call = TensorCall(*given)
-    found = _forward_on_cpu(call, statistics, weights)
-    dtypes = (call.query.dtype, torch.float64, torch.int64, call.query.dtype)
-    return Forward(*(_nothing(call.query, dtype) if x is None else x for x, dtype in zip(found, dtypes, strict=True)))
+def _forward(*flat: Any) -> Forward:
+    call, wanted = restore(flat[:-_WANTED]), Wanted(*flat[-_WANTED:])
+    require_finite(call)
+    plan = backends.plan()
+    done = choose_engine(call, wanted, plan).forward(call, wanted, plan)
+    query = call.query
+    dtypes = (query.dtype, wide_dtype(query.device), torch.int64, query.dtype, torch.float64)
+    return Forward(*(_nothing(query, dtype) if x is None else x for x, dtype in zip(done, dtypes, strict=True)))
 
 
-def _forward_of_any(*arguments: Any) -> Forward:
-    *given, statistics, weights = arguments
-    return chunked.attend(TensorCall(*given), statistics=statistics, weights=weights)
-
-
-def _backward_of_any(*arguments: Any) -> Backward:
-    *given, grad_output, grad_weights, scale_too, mask_too = arguments
-    call = TensorCall(*given)
-    # The gradient mode may be on where a transform calls: the blocks are written in place.
-    with torch.no_grad():
-        return chunked.differentiate(call, grad_output, grad_weights, scale_too=scale_too, mask_too=mask_too)
+def _backward(*flat: Any) -> Backward:
+    call = restore(flat[:-_SLOPES])
+    output, saved, *given = flat[-_SLOPES:]
+    slopes, plan = Slopes(*given), backends.plan()
+    done = Forward(output, saved=saved)
+    gradients = choose_engine(call, slopes, plan).backward(call, slopes, done, plan)
+    return Backward(*(_nothing(call.query, torch.float64) if x is None else x for x in gradients))
 
 
 def _nothing(like: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty(0, dtype=dtype, device=like.device)
 
 
-def _forward_shapes(*arguments: Any) -> Forward:
-    *given, statistics, weights = arguments
-    call = TensorCall(*given)
+def _forward_shapes(*flat: Any) -> Forward:
+    call, wanted = restore(flat[:-_WANTED]), Wanted(*flat[-_WANTED:])
     query = call.query
-    rows = query.shape[:-1]
-    wide = wide_dtype(query.device)
+    rows, wide = query.shape[:-1], wide_dtype(query.device)
     return Forward(
         query.new_empty((*rows, call.value.shape[-1])),
-        query.new_empty((11, *rows), dtype=wide) if statistics else _nothing(query, wide),
-        query.new_empty((2, *rows), dtype=torch.int64) if statistics else _nothing(query, torch.int64),
-        query.new_empty((*rows, call.key.shape[-2])) if weights else _nothing(query, query.dtype),
+        query.new_empty((11, *rows), dtype=wide) if wanted.statistics else _nothing(query, wide),
+        query.new_empty((2, *rows), dtype=torch.int64) if wanted.statistics else _nothing(query, torch.int64),
+        query.new_empty((*rows, call.key.shape[-2])) if wanted.weights else _nothing(query, query.dtype),
+        _nothing(query, torch.float64),
     )
 
 
-def _backward_shapes(*arguments: Any) -> Backward:
-    *given, _, _, scale_too, mask_too = arguments
-    call = TensorCall(*given)
+def _backward_shapes(*flat: Any) -> Backward:
+    call, slopes = restore(flat[:-_SLOPES]), Slopes(*flat[-_SLOPES + 2 :])
     query, mask = call.query, call.mask
     rows, wide = query.shape[:-1], wide_dtype(query.device)
+    nothing = _nothing(query, torch.float64)
     return Backward(
         query.new_empty(query.shape),
         query.new_empty(call.key.shape),
         query.new_empty(call.value.shape),
-        query.new_empty(rows if scale_too else 0, dtype=wide),
-        query.new_empty(0 if call.sinks is None else rows, dtype=wide),
-        query.new_empty(0) if mask is None or not mask_too else query.new_empty(mask.shape, dtype=mask.dtype),
+        query.new_empty(rows, dtype=wide) if slopes.scale else nothing,
+        nothing if call.sinks is None else query.new_empty(rows, dtype=wide),
+        query.new_empty(mask.shape, dtype=mask.dtype) if slopes.mask else nothing,
     )
 
 
@@ -146,77 +109,75 @@ def _to_front(tensor: Any, axis: Any, size: int, rank: int) -> Any:
     return moved.reshape(size, *(1,) * (rank - moved.dim() + 1), *moved.shape[1:])
 
 
-def _map_call(size: int, in_dims: Any, given: Any) -> tuple[TensorCall, int, bool]:
-    """A call of one rank more, its first axis the mapped one; the rank of the calls within; whether they had no heads.
-
-    One head `[L, D]` is given an axis of heads, so the rank is at least 3.
-    """
-    call, axes = TensorCall(*given), TensorCall(*in_dims)
-    own = call.query.dim() - (axes.query is not None)
+def _map_call(size: int, in_dims: Any, flat: Any) -> tuple[tuple[Any, ...], int, bool]:
+    """A flat call of one rank more, its first axis the mapped one; the rank of the calls within; whether they had no
+    heads. One head `[L, D]` is given an axis of heads, so the rank is at least 3."""
+    query, axes = flat[0], in_dims
+    own = query.dim() - (axes[0] is not None)
     rank = max(own, 3)
-    mapped = call._replace(
-        query=_to_front(call.query, axes.query, size, rank),
-        key=_to_front(call.key, axes.key, size, rank),
-        value=_to_front(call.value, axes.value, size, rank),
-        scale=_to_front(call.scale, axes.scale, size, rank - 1),
-        mask=_to_front(call.mask, axes.mask, size, rank),
-        # One-dimensional sinks are the same for all; the kernel takes no others.
-        sinks=call.sinks if axes.sinks is None else _to_front(call.sinks, axes.sinks, size, rank - 2),
-    )
-    return mapped, rank, own == 2
+    # What each tensor's rank must be beside a call of this rank: query, key, value, scale, mask.
+    ranks = (rank, rank, rank, rank - 1, rank)
+    mapped = [_to_front(x, axis, size, own_rank) for x, axis, own_rank in zip(flat, axes, ranks, strict=False)]
+    # One-dimensional sinks are the same for all; the kernel takes no others.
+    sinks = flat[5] if axes[5] is None else _to_front(flat[5], axes[5], size, rank - 2)
+    return (*mapped, sinks, *flat[FLAT_TENSORS - 1 :]), rank, own == 2
 
 
-def _map_by_entry(operator: Any, size: int, in_dims: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[Any, Any]:
+def _map_by_entry(operator: Any, size: int, in_dims: tuple[Any, ...], flat: tuple[Any, ...]) -> tuple[Any, Any]:
     """One call after the other: what dropout draws hangs on seed and shape of a call, so both must be its own."""
-    every = [
-        operator(*(x if axis is None else x.select(axis, at) for x, axis in zip(arguments, in_dims, strict=True)))
+    results = [
+        operator(*(x if axis is None else x.select(axis, at) for x, axis in zip(flat, in_dims, strict=True)))
         for at in range(size)
     ]
-    found = tuple(torch.stack(entries) for entries in zip(*every, strict=True))
-    return found, (0,) * len(found)
+    stacked = tuple(torch.stack(entries) for entries in zip(*results, strict=True))
+    return stacked, (0,) * len(stacked)
 
 
-def _map_forward(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
-    *given, statistics, weights = arguments
-    if TensorCall(*given).dropout:
-        return _map_by_entry(torch.ops.sqrtdk.forward.default, info.batch_size, in_dims, arguments)
-    call, _, headless = _map_call(info.batch_size, in_dims[:-2], given)
-    found = torch.ops.sqrtdk.forward.default(*call, statistics, weights)
-    axes = (0, int(statistics), int(statistics), 0)
-    return _unmap(found, axes, headless, info.batch_size), axes
+def _map_forward(info: Any, in_dims: tuple[Any, ...], *flat: Any) -> tuple[Any, Any]:
+    if restore(flat[:-_WANTED]).dropout:
+        return _map_by_entry(torch.ops.sqrtdk.forward.default, info.batch_size, in_dims, flat)
+    call, _, headless = _map_call(info.batch_size, in_dims[:-_WANTED], flat[:-_WANTED])
+    wanted = Wanted(*flat[-_WANTED:])
+    done = torch.ops.sqrtdk.forward.default(*call, *flat[-_WANTED:])
+    axes = (0, int(wanted.statistics), int(wanted.statistics), 0, int(wanted.saved))
+    return _unmap(done, axes, headless, info.batch_size), axes
 
 
-def _map_backward(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
-    *given, grad_output, grad_weights, scale_too, mask_too = arguments
+def _map_backward(info: Any, in_dims: tuple[Any, ...], *flat: Any) -> tuple[Any, Any]:
     size = info.batch_size
-    if TensorCall(*given).dropout:
-        return _map_by_entry(torch.ops.sqrtdk.backward.default, size, in_dims, arguments)
-    call, rank, headless = _map_call(size, in_dims[:-4], given)
-    *found, to_mask = torch.ops.sqrtdk.backward.default(
+    if restore(flat[:-_SLOPES]).dropout:
+        return _map_by_entry(torch.ops.sqrtdk.backward.default, size, in_dims, flat)
+    call, rank, headless = _map_call(size, in_dims[:-_SLOPES], flat[:-_SLOPES])
+    _, _, grad_output, grad_weights, scale_too, mask_too = flat[-_SLOPES:]
+    axes = in_dims[-_SLOPES:]
+    # What the forward pass saved of each call is not what it would have saved of all: the engine computes it anew.
+    *gradients, to_mask = torch.ops.sqrtdk.backward.default(
         *call,
-        _to_front(grad_output, in_dims[-4], size, rank),
-        _to_front(grad_weights, in_dims[-3], size, rank),
+        None,
+        None,
+        _to_front(grad_output, axes[2], size, rank),
+        _to_front(grad_weights, axes[3], size, rank),
         scale_too,
         mask_too,
     )
     own = (0,)
     if mask_too:
-        own = given[4].shape if in_dims[4] is None else given[4].movedim(in_dims[4], 0).shape[1:]
-    return (*_unmap(found, (0,) * 5, headless, size), to_mask.reshape(size, *own)), (0,) * 6
+        mask = flat[4]
+        own = mask.shape if in_dims[4] is None else mask.movedim(in_dims[4], 0).shape[1:]
+    return (*_unmap(gradients, (0,) * 5, headless, size), to_mask.reshape(size, *own)), (0,) * 6
 
 
-def _unmap(found: Any, axes: tuple[int, ...], headless: bool, size: int) -> tuple[Tensor, ...]:
+def _unmap(results: Any, axes: tuple[int, ...], headless: bool, size: int) -> tuple[Tensor, ...]:
     """Results without the axis of heads that headless calls were given; what is not there is mapped as well."""
     return tuple(
         x.new_empty((size, 0)) if x.dim() == 1 else x.squeeze(axis + 1) if headless else x
-        for x, axis in zip(found, axes, strict=True)
+        for x, axis in zip(results, axes, strict=True)
     )
 
 
 def _register() -> None:
-    _LIBRARY.impl("forward", _forward_of_cpu, "CPU")
-    _LIBRARY.impl("forward", _forward_of_any, "CompositeExplicitAutograd")
-    _LIBRARY.impl("backward", _backward_of_any, "CompositeExplicitAutograd")
+    _LIBRARY.impl("forward", _forward, "CompositeExplicitAutograd")
+    _LIBRARY.impl("backward", _backward, "CompositeExplicitAutograd")
     library: Any = torch.library
     library.register_fake("sqrtdk::forward", _forward_shapes, lib=_LIBRARY)
     library.register_fake("sqrtdk::backward", _backward_shapes, lib=_LIBRARY)

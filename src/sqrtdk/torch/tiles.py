@@ -7,7 +7,6 @@ D = dₖ, V = dᵥ; small letters count what a tile has of them. Logits of a til
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,8 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sqrtdk.call import OPEN_ABOVE, OPEN_BELOW
-from sqrtdk.torch.call import TensorCall
+from sqrtdk.call import Call, as_truth
 
 # Logits held at once, in elements: 2 MiB of float32 per temporary, whatever the sequence length.
 BLOCK_ELEMENTS = 2**19
@@ -24,7 +22,17 @@ BLOCK_ELEMENTS = 2**19
 _MORE_ON_DEVICES = 16
 
 
-def _block_elements(call: TensorCall) -> int:
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """The dtype of row sums and statistics: float64 where the device has it."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which logits are computed: float64 for float64, float32 for everything narrower."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _block_elements(call: Call) -> int:
     return BLOCK_ELEMENTS if call.query.is_cpu else _MORE_ON_DEVICES * BLOCK_ELEMENTS
 
 
@@ -32,7 +40,7 @@ def _block_elements(call: TensorCall) -> int:
 class Entries:
     """A call of rank 4: `[N, H, L, ·]`, scale `[N, H, L]`, mask `[N, H, L, S]`, sinks `[N, H]`, all views."""
 
-    call: TensorCall
+    call: Call
     q: Tensor
     k: Tensor
     v: Tensor
@@ -47,7 +55,7 @@ class Entries:
         return int(self.q.shape[1]) // max(int(self.k.shape[1]), 1)
 
 
-def cut_entries(call: TensorCall) -> Iterator[Entries]:
+def cut_entries(call: Call) -> Iterator[Entries]:
     """The call cut along its outer leading axes, which need not lie evenly in memory, down to rank 4.
 
     Without any query there is nothing to cut.
@@ -55,9 +63,8 @@ def cut_entries(call: TensorCall) -> Iterator[Entries]:
     if not call.query.numel():
         return
     rows = call.query.shape[:-1]
-    keys = call.key.shape[-2]
     scale = None if call.scale is None else call.scale.expand(rows)
-    mask = None if call.mask is None else call.mask.expand(*call.heads_shape, rows[-1], keys)
+    mask = None if call.mask is None else call.mask.expand(call.logits_shape)
     sinks = None if call.sinks is None else call.sinks.expand(call.heads_shape)
     outer = rows[:-3]
     for at in itertools.product(*map(range, outer)):
@@ -107,18 +114,9 @@ def cut_tiles(entries: Entries, first_number: int) -> Iterator[Tile]:
             slice(n, min(n + batch_at_once, batch)),
             slice(g, min(g + groups_at_once, groups)),
             rows,
-            _keys_of(entries.call, rows, keys),
+            entries.call.band.keys_of(rows, keys),
             number,
         )
-
-
-def _keys_of(call: TensorCall, rows: slice, keys: int) -> slice:
-    """The keys that lie in the range of some row; all of them where positions are given."""
-    if call.positions is not None:
-        return slice(0, keys)
-    start = 0 if call.first == OPEN_BELOW else min(max(rows.start + call.first, 0), keys)
-    stop = keys if call.last == OPEN_ABOVE else min(max(rows.stop - 1 + call.last + 1, start), keys)
-    return slice(start, stop)
 
 
 @dataclass(eq=False)
@@ -176,7 +174,7 @@ def cut_block(entries: Entries, tile: Tile, dtype: torch.dtype) -> Block:
     return block
 
 
-def _draw_kept(call: TensorCall, tile: Tile, shape: tuple[int, ...]) -> Tensor:
+def _draw_kept(call: Call, tile: Tile, shape: tuple[int, ...]) -> Tensor:
     """Which weights of a tile dropout keeps: the same for forward and backward, as the seed and the tile decide."""
     assert call.seed is not None
     generator = torch.Generator(call.query.device)
@@ -188,55 +186,13 @@ def _draw_kept(call: TensorCall, tile: Tile, shape: tuple[int, ...]) -> Tensor:
 
 def _visibility(entries: Entries, tile: Tile, h: slice, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
     """Which keys each row of a tile sees, broadcastable to the logits (None: all), and what is added to the scores."""
-    visible = _in_range(entries.call, tile.i, tile.j)
+    i, j, device = tile.i, tile.j, entries.q.device
+    visible = entries.call.band.sees(
+        torch.arange(i.start, i.stop, device=device), torch.arange(j.start, j.stop, device=device)
+    )
     if entries.mask is None:
         return visible, None
     mask = by_group(entries.mask[tile.n, h, tile.i, tile.j], entries.shared)
-    if mask.dtype == torch.bool:
-        return mask if visible is None else mask & visible, None
-    allowed = mask != -torch.inf
-    return allowed if visible is None else allowed & visible, mask.to(dtype)
-
-
-def _in_range(call: TensorCall, i: slice, j: slice) -> Tensor | None:
-    if call.first == OPEN_BELOW and call.last == OPEN_ABOVE:
-        return None
-    device = call.query.device
-    rows = torch.arange(i.start, i.stop, device=device) if call.positions is None else call.positions[i]
-    apart = torch.arange(j.start, j.stop, device=device) - rows[:, None]
-    if call.first == OPEN_BELOW:
-        return apart <= call.last
-    if call.last == OPEN_ABOVE:
-        return apart >= call.first
-    return (apart >= call.first) & (apart <= call.last)
-
-
-def count_visible(call: TensorCall) -> Tensor:
-    """How many keys each row sees, int64, broadcastable to `[..., H, L]`: along the mask's own axes, never more."""
-    queries, keys = call.query.shape[-2], call.key.shape[-2]
-    if call.mask is None:
-        return _count_in_range(queries, keys, call)
-    mask = as_rank(call.mask, 2)
-    if mask.dim() > call.query.dim():  # one head without an axis, which its mask may have
-        mask = mask[0]
-    mask = mask.expand(*mask.shape[:-1], keys)
-    rows_at_once = max(_block_elements(call) // max(keys * math.prod(mask.shape[:-2]), 1), 1)
-    parts = []
-    for start in range(0, max(queries, 1), rows_at_once):
-        i = slice(start, min(start + rows_at_once, queries))
-        part = mask if mask.shape[-2] == 1 else mask[..., i, :]
-        visible = part if part.dtype == torch.bool else part != -torch.inf
-        in_range = _in_range(call, i, slice(0, keys))
-        if in_range is None:
-            parts.append(visible.sum(dim=-1).expand(*visible.shape[:-2], i.stop - i.start))
-        else:
-            parts.append((visible & in_range).sum(dim=-1))
-    return torch.cat(parts, dim=-1)
-
-
-def _count_in_range(queries: int, keys: int, call: TensorCall) -> Tensor:
-    i = torch.arange(queries, device=call.query.device)
-    # Clipped first: i + OPEN_ABOVE would be beyond int64.
-    most = (i + min(call.last, keys)).clip(max=keys - 1)
-    least = (i + max(call.first, -queries)).clip(min=0)
-    return (most - least + 1).clip(min=0)
+    allowed = as_truth(mask)
+    visible = allowed if visible is None else allowed & visible
+    return visible, None if mask.dtype == torch.bool else mask.to(dtype)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sqrtdk import backends
-from sqrtdk.torch import team
+from sqrtdk.torch import openmp
 
 pytestmark = [
     pytest.mark.slow,
@@ -61,8 +61,8 @@ one = threading.Thread(target=attend); one.start(); one.join(); print(_kernel.po
 def test_both_give_the_same_bits():
     script = """
 before = attend()
-from sqrtdk.torch import team
-team._forget()
+from sqrtdk.torch import openmp
+openmp._forget()
 print(torch.equal(before, attend()), _kernel.pool_size())
 """
     assert run(script) == ["True", "1"]
@@ -105,8 +105,8 @@ print(bool(torch.isfinite(attend()).all()))
 
 
 def test_the_team_is_looked_for_once():
-    first = team.find_team()
-    assert team.find_team() == first
+    first = openmp.find_team()
+    assert openmp.find_team() == first
     assert isinstance(first, int)
 
 
@@ -114,8 +114,8 @@ def test_without_a_process_table_there_is_none(monkeypatch):
     def refuse(self):
         raise FileNotFoundError(self)
 
-    monkeypatch.setattr(team.Path, "read_text", refuse)
-    assert team._look_for_team() == 0
+    monkeypatch.setattr(openmp.Path, "read_text", refuse)
+    assert openmp._look_for_team() == 0
 
 
 @needs_kernel

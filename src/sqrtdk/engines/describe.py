@@ -1,0 +1,98 @@
+"""The statistics of rows from their logits: one definition for arrays and tensors, in float64 where there is one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqrtdk.theory import namespace_of
+
+
+def describe(logits: Any, scores: Any, visible: Any, sink: Any) -> list[Any]:
+    """What `AttentionStatistics` holds of each row, in its order.
+
+    Args:
+        logits: `[..., L, S]`, −inf where not visible.
+        scores: those before soft cap and additive mask `[..., L, S]`; None where the logits are the same numbers.
+        visible: boolean, of the logits' shape.
+        sink: one more logit, broadcasts to `[..., L]`; None: there is none.
+    """
+    xp = namespace_of(logits)
+    count = visible.sum(-1)
+    some = count > 0
+    top, at = _find_largest(xp, logits)
+    largest = top[..., None]
+    # The largest term is exactly 1 and is kept apart, so that what is left of it never drowns in rounding.
+    below = largest - logits
+    is_tail = visible & (_key_numbers(xp, logits) != at[..., None])
+    tail = xp.where(is_tail, xp.exp(-below), 0.0)
+    rest = tail.sum(-1)
+    total = 1.0 + rest
+    mean, variance = _mean_and_variance(xp, logits, visible, largest)
+    score_max, score_variance = top, variance
+    if scores is not None:
+        scores = xp.where(visible, scores, -xp.inf)
+        score_max = _find_largest(xp, scores)[0]
+        score_variance = _mean_and_variance(xp, scores, visible, score_max[..., None])[1]
+    logsumexp = xp.where(some, top + xp.log1p(rest), -xp.inf)
+    # Rounding may lift a uniform row an ulp above the largest entropy there is.
+    entropy = xp.log1p(rest) + xp.where(tail > 0, tail * below, 0.0).sum(-1) / total
+    entropy = xp.minimum(entropy, xp.log(xp.asarray(count.clip(1, None), dtype=logits.dtype)))
+    poison = xp.where(some, top * 0.0, 0.0)  # NaN where a visible logit is NaN or the largest is infinite
+    nothing = xp.zeros_like(rest)
+    return [
+        count,
+        xp.where(some, at, -1),
+        top,
+        logsumexp,
+        xp.where(some, entropy, nothing) + poison,
+        xp.where(some, rest / total, nothing) + poison,
+        xp.where(some, (tail * tail).sum(-1) / total**2, nothing) + poison,
+        xp.where(some, (tail * tail * tail).sum(-1) / total**3, nothing) + poison,
+        mean,
+        variance,
+        score_max,
+        score_variance,
+        nothing if sink is None else 1.0 / (1.0 + xp.exp(logsumexp - sink)),
+    ]
+
+
+BLIND_COUNTS = (0, -1)
+_NAN = float("nan")
+BLIND_NUMBERS = (-float("inf"), -float("inf"), 0.0, 0.0, 0.0, 0.0, _NAN, _NAN, -float("inf"), _NAN, 0.0)
+"""What `describe` gives for a row that sees nothing: counts, then numbers; beside a sink the last one is 1."""
+
+
+def describe_blind(counts: Any, numbers: Any, has_sinks: bool) -> None:
+    """Write the statistics of rows that see nothing into int64 `[2, ...]` and float64 `[11, ...]`."""
+    for field, value in zip((*counts, *numbers), (*BLIND_COUNTS, *BLIND_NUMBERS), strict=True):
+        field[...] = value
+    if has_sinks:
+        numbers[-1][...] = 1.0
+
+
+def _key_numbers(xp: Any, logits: Any) -> Any:
+    return xp.arange(logits.shape[-1], device=logits.device)
+
+
+def _find_largest(xp: Any, x: Any) -> tuple[Any, Any]:
+    """The largest of each row, NaN if there is one, and the first key that has it."""
+    if not x.shape[-1]:
+        rows = x.sum(-1)
+        return xp.full_like(rows, -xp.inf), xp.zeros_like(rows, dtype=xp.int64)
+    return xp.amax(x, -1), x.argmax(-1)
+
+
+def _mean_and_variance(xp: Any, x: Any, visible: Any, origin: Any) -> tuple[Any, Any]:
+    """Mean and population variance over the visible keys; NaN without any.
+
+    Measured from `origin`, one of the numbers: the distances of a row that differs by an ulp are exact, so the rounding
+    of their mean cannot hide the spread; then two passes.
+    """
+    count = visible.sum(-1)
+    n = count.clip(1, None)
+    apart = xp.where(visible, x - origin, 0.0)
+    centre = apart.sum(-1) / n
+    deviation = xp.where(visible, apart - centre[..., None], 0.0)
+    variance = (deviation * deviation).sum(-1) / n
+    some = count > 0
+    return xp.where(some, origin[..., 0] + centre, xp.nan), xp.where(some, variance, xp.nan)

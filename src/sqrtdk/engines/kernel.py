@@ -1,0 +1,119 @@
+"""The compiled kernel on arrays, and what its binding is given for arrays and tensors alike."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from sqrtdk.arguments import FLOATS, float_code
+from sqrtdk.backends import Plan
+from sqrtdk.call import Backward, Call, Forward, Slopes, Wanted
+from sqrtdk.engines.describe import describe_blind
+
+Array = npt.NDArray[Any]
+
+# How kernel.h numbers mask kinds and bfloat16.
+NO_MASK, BOOLEAN_MASK, FIRST_FLOAT_MASK = 0, 1, 2
+_BFLOAT16 = FLOATS.index("bfloat16")
+
+
+class Problem(NamedTuple):
+    """`Problem` of kernel.h: arrays by their buffers, tensors as (address, bytes per element, shape, strides)."""
+
+    dtype: int
+    query: Any
+    key: Any
+    value: Any
+    factor: float
+    scale: Any
+    mask_kind: int
+    mask: Any
+    first: int
+    last: int
+    softcap: float
+    sinks: Any
+
+
+class Kernel:
+    """The engine of the CPU: C++ on the level that `backends` chose."""
+
+    name = "kernel"
+
+    def takes(self, call: Call, wanted: Wanted | Slopes, plan: Plan) -> str | None:
+        """The forward pass without weights."""
+        if type(wanted) is Slopes:
+            return "it has no backward pass"
+        return "it writes no weights" if wanted[1] else None
+
+    def forward(self, call: Call, wanted: Wanted, plan: Plan) -> Forward:
+        """Output and statistics from one pass; the arrays are read where they lie."""
+        query, value = call.query, call.value
+        dtype, rows = query.dtype, query.shape[:-1]
+        counts = np.empty((2, *rows), np.int64) if wanted.statistics else None
+        numbers = np.empty((11, *rows)) if wanted.statistics else None
+        if not (query.size and call.key.size):
+            if counts is not None:
+                describe_blind(counts, numbers, call.sinks is not None)
+            return Forward(np.zeros((*rows, value.shape[-1]), dtype), numbers, counts)
+        if not value.shape[-1]:  # values without features: the rows have statistics all the same
+            padded = np.zeros((*value.shape[:-1], 1), dtype)
+            whole = self.forward(call._replace(value=padded), wanted, plan)
+            return whole._replace(output=whole.output[..., :0])
+        problem = _as_problem(call)
+        output = np.empty((*rows, value.shape[-1]), problem.query.dtype)
+        assert plan.forward is not None
+        if not plan.forward(plan.level, plan.threads, *problem, output, numbers, counts):
+            return self.forward(_copy_misaligned(call), wanted, plan)
+        return Forward(output.view(dtype) if output.dtype is not dtype else output, numbers, counts)
+
+    def backward(self, call: Call, slopes: Slopes, done: Forward, plan: Plan) -> Backward:
+        """Not there: `takes` says so."""
+        raise AssertionError("takes refuses gradients")
+
+
+def _as_problem(call: Call) -> Problem:
+    query, key, value, mask = call.query, call.key, call.value, call.mask
+    code = float_code(query.dtype)
+    if code == _BFLOAT16 or not query.dtype.isnative:
+        query, key, value = _as_kernel_reads(query), _as_kernel_reads(key), _as_kernel_reads(value)
+    mask_kind = NO_MASK
+    if mask is not None:
+        mask_kind = BOOLEAN_MASK if mask.dtype == np.bool_ else FIRST_FLOAT_MASK + float_code(mask.dtype)
+        mask = _as_kernel_reads(mask)
+    band = call.band
+    return Problem(
+        code,
+        query,
+        key,
+        value,
+        call.factor,
+        call.scale,
+        mask_kind,
+        mask,
+        band.first,
+        band.last,
+        call.softcap,
+        call.sinks,
+    )
+
+
+def _as_kernel_reads(array: Array) -> Array:
+    """bfloat16, which has no buffer format, as uint16; the other byte order turned round."""
+    if array.dtype.name == "bfloat16":
+        return array.view(np.uint16)
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def _copy_misaligned(call: Call) -> Call:
+    """The call with every array copied whose elements do not lie at a multiple of their size."""
+
+    def aligned(array: Array) -> Array:
+        return array if array.flags.aligned else array.copy()
+
+    mask = None if call.mask is None else aligned(call.mask)
+    return call._replace(query=aligned(call.query), key=aligned(call.key), value=aligned(call.value), mask=mask)
+
+
+KERNEL = Kernel()

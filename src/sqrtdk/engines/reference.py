@@ -1,0 +1,384 @@
+"""The textbook operation in float64 NumPy: readable, and the definition of what is right.
+
+Shape legend: L queries, S keys, D = dₖ, V = dᵥ; `...` any leading axes, broadcast as in NumPy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from sqrtdk.backends import Plan
+from sqrtdk.call import Backward, Call, Forward, Slopes, Wanted, as_truth
+from sqrtdk.engines.describe import describe
+from sqrtdk.errors import InvalidTypeError, InvalidValueError
+from sqrtdk.statistics import AttentionStatistics
+
+Array = npt.NDArray[Any]
+
+
+def softmax(x: npt.ArrayLike, axis: int = -1) -> Array:
+    """exp(x − max x)/Σ exp(x − max x): no overflow for any finite input; −inf entries get weight 0.
+
+    A slice that is −inf throughout (it sees nothing) or empty gives zeros.
+
+    >>> softmax([1000.0, 1000.0]).tolist()
+    [0.5, 0.5]
+    """
+    x = np.asarray(x)
+    x = x.astype(np.result_type(x.dtype, np.float32), copy=False)
+    largest = x.max(axis=axis, keepdims=True, initial=-np.inf)
+    # Two finite numbers may lie further apart than the dtype reaches; their difference −inf gives the right weight, 0.
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        e = np.exp(x - np.where(largest == -np.inf, 0.0, largest).astype(x.dtype))
+        total = e.sum(axis=axis, keepdims=True)
+        return np.asarray(e / np.where(total == 0.0, 1.0, total).astype(x.dtype))
+
+
+def scaled_dot_product_attention(
+    Q: npt.ArrayLike,
+    K: npt.ArrayLike,
+    V: npt.ArrayLike,
+    mask: npt.ArrayLike | None = None,
+    scale: float | None = None,
+) -> tuple[Array, Array]:
+    """The textbook's attention, softmax(QKᵀ·scale)·V with scale 1/√dₖ; returns the output and the weights.
+
+    Args:
+        Q, K, V: arrays `[..., L, D]`, `[..., S, D]`, `[..., S, V]`.
+        mask: boolean, broadcast to `[..., L, S]`; True means "may attend".
+        scale: multiplies QKᵀ; None is 1/√dₖ.
+
+    Returns:
+        `(output, weights)`: `[..., L, V]` and `[..., L, S]`; rows of weights sum to 1 (0 if they see nothing). Computed
+        in float64, returned in the common dtype of Q, K and V (float64 for integers). What is masked has no influence.
+
+    Raises:
+        InvalidValueError, InvalidTypeError: shapes that do not fit, a mask that is not boolean, a scale not finite.
+
+    >>> import numpy as np
+    >>> output, weights = scaled_dot_product_attention(np.eye(2), np.eye(2), np.eye(2))
+    >>> weights.round(3).tolist()
+    [[0.67, 0.33], [0.33, 0.67]]
+    """
+    Q, K, V = np.asarray(Q), np.asarray(K), np.asarray(V)
+    if min(Q.ndim, K.ndim, V.ndim) < 2 or Q.shape[-1] != K.shape[-1] or K.shape[-2] != V.shape[-2]:
+        raise InvalidValueError(
+            "Q, K, V must have shapes [..., L, D], [..., S, D], [..., S, V] with the same D and S, "
+            f"got {Q.shape}, {K.shape}, {V.shape}"
+        )
+    try:
+        np.broadcast_shapes(Q.shape[:-2], K.shape[:-2], V.shape[:-2])
+    except ValueError:
+        raise InvalidValueError(
+            f"Q, K, V must have leading axes that broadcast, got {Q.shape}, {K.shape}, {V.shape}"
+        ) from None
+    dtype = np.result_type(Q, K, V)
+    dtype = np.dtype(np.float64) if dtype.kind in "biu" else dtype
+    Q, K, V = Q.astype(np.float64), K.astype(np.float64), V.astype(np.float64)
+    factor = 1.0 / math.sqrt(max(Q.shape[-1], 1)) if scale is None else scale
+    if not np.isfinite(factor):
+        raise InvalidValueError(f"scale must be finite, got {scale}")
+    with np.errstate(all="ignore"):
+        scores = Q @ np.swapaxes(K, -1, -2) * factor
+        visible = _textbook_mask(mask, scores.shape)
+        weights = softmax(np.where(visible, scores, -np.inf))
+        return _weigh(weights, V, visible).astype(dtype), weights.astype(dtype)
+
+
+def _textbook_mask(mask: npt.ArrayLike | None, shape: tuple[int, ...]) -> Array:
+    visible = np.asarray(True if mask is None else mask)
+    if visible.dtype != np.bool_:
+        # An additive mask taken as truth values would show exactly the keys it hides.
+        raise InvalidTypeError(f"mask must be boolean (True: may attend), got {visible.dtype}")
+    try:
+        return np.broadcast_to(visible, shape)
+    except ValueError:
+        raise InvalidValueError(f"mask must broadcast to [..., L, S] = {shape}, got {visible.shape}") from None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some query rows in front of all their keys, everything float64, masks already worked out.
+
+    Args:
+        q, k, v: `[..., L, D]`, `[..., S, D]`, `[..., S, V]`.
+        scale: `[..., L, 1]`.
+        visible: boolean `[..., L, S]`: may this query see this key.
+        bias: `[..., L, S]` added to the (capped) scores, or None.
+        softcap: logits become cap·tanh(scores/cap), or None.
+        sink: `[..., 1, 1]`, one more logit in the denominator, or None.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    scale: Array
+    visible: Array
+    bias: Array | None = None
+    softcap: float | None = None
+    sink: Array | None = None
+
+
+class _Softmax(NamedTuple):
+    """What forward and backward both need: all `[..., L, S]` but `largest` and `total` `[..., L, 1]`."""
+
+    products: Array
+    scores: Array
+    squashed: Array | None
+    logits: Array
+    largest: Array
+    exponentials: Array
+    total: Array
+    weights: Array
+
+
+def _compute_softmax(rows: Rows) -> _Softmax:
+    products = rows.q @ np.swapaxes(rows.k, -1, -2)
+    scores = rows.scale * products
+    squashed = None if rows.softcap is None else np.tanh(scores / rows.softcap)
+    logits = scores if squashed is None or rows.softcap is None else rows.softcap * squashed
+    if rows.bias is not None:
+        logits = logits + rows.bias
+    logits = np.where(rows.visible, logits, -np.inf)
+    largest = logits.max(axis=-1, keepdims=True, initial=-np.inf)
+    # Seeing nothing gives zeros; seeing only logits of −inf (an infinite key) is 0/0 and must not look like it.
+    origin = np.where(rows.visible.any(axis=-1, keepdims=True), largest, 0.0)
+    exponentials = np.exp(logits - origin)
+    total = exponentials.sum(axis=-1, keepdims=True)
+    with_sink = total if rows.sink is None else total + np.exp(rows.sink - origin)
+    weights = exponentials / np.where(with_sink == 0.0, 1.0, with_sink)
+    return _Softmax(products, scores, squashed, logits, largest, exponentials, total, weights)
+
+
+def _weigh(weights: Array, values: Array, visible: Array) -> Array:
+    """weights @ values in which a value that a row does not see has no influence on it, even if it is NaN."""
+    finite = np.asarray(np.isfinite(values).all(axis=-1))
+    if finite.all():
+        return np.asarray(weights @ values)
+    # 0·NaN is NaN: non-finite values are left out of the product and added to the rows that see them.
+    result = weights @ np.where(finite[..., None], values, 0.0)
+    for j in np.flatnonzero(~finite.reshape(-1, finite.shape[-1]).all(axis=0)):
+        reaches = visible[..., :, j, None] & ~finite[..., None, j, None]
+        result = result + np.where(reaches, weights[..., :, j, None] * values[..., None, j, :], 0.0)
+    return np.asarray(result)
+
+
+class Attended(NamedTuple):
+    """Output `[..., L, V]`, weights `[..., L, S]` and statistics `[..., L]` (None if not asked for) of some rows."""
+
+    output: Array
+    weights: Array
+    statistics: AttentionStatistics | None
+
+
+def attend(rows: Rows, *, statistics: bool = True) -> Attended:
+    """softmax(cap(scale·q·kᵀ) + bias)·v over the visible keys, with the statistics of every row."""
+    with np.errstate(all="ignore"):
+        soft = _compute_softmax(rows)
+        output = _weigh(soft.weights, rows.v, rows.visible)
+        if not statistics:
+            return Attended(output, soft.weights, None)
+        visible = np.broadcast_to(rows.visible, soft.logits.shape)
+        scores = None if soft.squashed is None and rows.bias is None else soft.scores
+        sink = None if rows.sink is None else rows.sink[..., 0]
+        return Attended(output, soft.weights, AttentionStatistics(*describe(soft.logits, scores, visible, sink)))
+
+
+class RowGradients(NamedTuple):
+    """Gradients from some rows, shaped as q, k, v of `Rows`; scale and sink `[..., L]`; logits `[..., L, S]`."""
+
+    query: Array
+    key: Array
+    value: Array
+    scale: Array
+    sink: Array
+    logits: Array
+
+
+def differentiate(rows: Rows, grad_output: Array, grad_weights: Array | None = None) -> RowGradients:
+    """Gradients of Σ output·grad_output (+ Σ weights·grad_weights) with respect to q, k, v, scales, sinks and logits.
+
+    With P the weights (sink in the denominator), dP = grad_output·vᵀ + grad_weights and δ = Σ P∘dP:
+    dlogit = P∘(dP − δ), dscore = dlogit·(1 − tanh²), ∂scale of a row = Σ dscore·(q·k), ∂sink = −p_sink·δ.
+    """
+    with np.errstate(all="ignore"):
+        soft = _compute_softmax(rows)
+        visible = np.broadcast_to(rows.visible, soft.logits.shape)
+        grad_soft = grad_output @ np.swapaxes(rows.v, -1, -2) + (0.0 if grad_weights is None else grad_weights)
+        grad_soft = np.where(visible, grad_soft, 0.0)
+        delta = (soft.weights * grad_soft).sum(axis=-1, keepdims=True)
+        grad_scores = grad_logits = np.where(visible, soft.weights * (grad_soft - delta), 0.0)
+        if soft.squashed is not None:
+            grad_scores = np.where(visible, grad_scores * (1.0 - soft.squashed * soft.squashed), 0.0)
+        grad_products = np.where(visible, rows.scale * grad_scores, 0.0)
+        seen_by = np.swapaxes(visible, -1, -2)
+        if rows.sink is None:
+            grad_sink = np.zeros(delta.shape[:-1])
+        else:
+            sink_weight = 1.0 / (1.0 + np.exp(soft.largest + np.log(soft.total) - rows.sink))
+            grad_sink = -(sink_weight * delta)[..., 0]
+        return RowGradients(
+            query=_weigh(grad_products, rows.k, visible),
+            key=_weigh(np.swapaxes(grad_products, -1, -2), rows.q, seen_by),
+            value=_weigh(np.swapaxes(soft.weights, -1, -2), grad_output, seen_by),
+            scale=np.where(visible, grad_scores * soft.products, 0.0).sum(axis=-1),
+            sink=np.where(visible.any(axis=-1), grad_sink, 0.0),
+            logits=grad_logits,
+        )
+
+
+# Logits held at once, in elements: 2 MiB of float64 per temporary, whatever the sequence length.
+BLOCK_ELEMENTS = 2**18
+
+Tile = tuple[slice, slice, slice, slice]
+
+
+class Tiles:
+    """A call of arrays in the layout q `[N, G, R, L, D]`, k and v `[N, G, 1, S, ·]`, cut into tiles of rows.
+
+    N batch entries (all leading axes), G key/value heads, R query heads of each, L queries.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.batch = call.heads_shape[:-1]
+        self.shape = math.prod(self.batch), call.groups, call.shared, call.queries
+        self.q = call.query.reshape(*self.shape, call.query.shape[-1])
+        self.k = call.key.reshape(*self.shape[:2], 1, *call.key.shape[-2:])
+        self.v = call.value.reshape(*self.shape[:2], 1, *call.value.shape[-2:])
+        factor = call.factor if call.scale is None else call.scale
+        self.factors = np.broadcast_to(factor, call.rows).reshape(self.shape)
+        self.mask = None if call.mask is None else np.broadcast_to(call.mask, call.logits_shape)
+
+    def __iter__(self) -> Iterator[Tile]:
+        """Blocks of rows (batch, kv head, all its query heads, query) of about BLOCK_ELEMENTS logits each."""
+        batch, groups, shared, queries = self.shape
+        rows_at_once = max(BLOCK_ELEMENTS // max(shared * self.call.keys, 1), 1)
+        heads_at_once = max(rows_at_once // max(queries, 1), 1)
+        batch_at_once = max(heads_at_once // max(groups, 1), 1)
+        for n in range(0, batch, batch_at_once):
+            for g in range(0, groups, heads_at_once):
+                for i in range(0, queries, rows_at_once):
+                    yield (
+                        slice(n, min(n + batch_at_once, batch)),
+                        slice(g, min(g + heads_at_once, groups)),
+                        slice(0, shared),
+                        slice(i, min(i + rows_at_once, queries)),
+                    )
+
+    def rows(self, tile: Tile) -> Rows:
+        """The float64 rows of a tile, with its masks worked out."""
+        n, g, _, _ = tile
+        call = self.call
+        visible, bias = self._visibility(tile)
+        return Rows(
+            # C order whatever the caller's strides: the product's rounding follows the layout.
+            q=self.q[tile].astype(np.float64, order="C"),
+            k=self.k[n, g].astype(np.float64, order="C"),
+            v=self.v[n, g].astype(np.float64, order="C"),
+            scale=self.factors[tile][..., None],
+            visible=visible,
+            bias=bias,
+            softcap=call.softcap or None,
+            sink=None if call.sinks is None else call.sinks.reshape(self.shape[1:3])[None, g, :, None, None],
+        )
+
+    def _visibility(self, tile: Tile) -> tuple[Array, Array | None]:
+        """Which keys each row of a tile sees, broadcastable to `[n, g, R, l, S]`, and what is added to the scores."""
+        n, g, _, i = tile
+        visible = self.call.band.sees(np.arange(i.start, i.stop), np.arange(self.call.keys))
+        if visible is None:
+            visible = np.ones((i.stop - i.start, self.call.keys), dtype=bool)
+        if self.mask is None:
+            return visible, None
+        shared = all(stride == 0 for stride in self.mask.strides[: len(self.batch)])
+        entries = range(1) if shared else range(n.start, n.stop)
+        # Sliced before it is copied: a broadcast mask never grows beyond the tile.
+        part = np.stack([self._mask_of(entry)[g, :, i] for entry in entries])
+        bias = None if part.dtype == np.bool_ else part.astype(np.float64)
+        return visible & as_truth(part), bias
+
+    def _mask_of(self, entry: int) -> Array:
+        assert self.mask is not None
+        mask = self.mask[np.unravel_index(entry, self.batch)] if self.batch else self.mask
+        return mask.reshape(*self.shape[1:3], *mask.shape[-2:])
+
+
+class Reference:
+    """The engine that is always there: float64 NumPy, a tile of rows at a time."""
+
+    name = "reference"
+
+    def takes(self, call: Call, wanted: Wanted | Slopes, plan: Plan) -> str | None:
+        """Everything that arrays can ask for."""
+        if call.dropout:
+            return "dropout is drawn by torch"
+        return "its operations are not torch's" if wanted.derivatives else None
+
+    def forward(self, call: Call, wanted: Wanted, plan: Plan) -> Forward:
+        """Output, statistics and weights, each in one pass over the tiles."""
+        tiles, dtype = Tiles(call), call.query.dtype
+        output = np.zeros((*tiles.shape, call.d_v), dtype)
+        weights = np.zeros((*tiles.shape, call.keys), dtype) if wanted.weights else None
+        counts = np.zeros((2, *tiles.shape), np.int64) if wanted.statistics else None
+        numbers = np.zeros((11, *tiles.shape)) if wanted.statistics else None
+        for tile in tiles:
+            attended = attend(tiles.rows(tile), statistics=wanted.statistics)
+            with np.errstate(all="ignore"):
+                output[tile] = attended.output
+                if weights is not None:
+                    weights[tile] = attended.weights
+            if counts is not None and numbers is not None and attended.statistics is not None:
+                described = [getattr(attended.statistics, item.name) for item in fields(AttentionStatistics)]
+                for field, values in zip((*counts, *numbers), described, strict=True):
+                    field[tile] = values
+        return Forward(
+            output.reshape(*call.rows, call.d_v),
+            None if numbers is None else numbers.reshape(11, *call.rows),
+            None if counts is None else counts.reshape(2, *call.rows),
+            None if weights is None else weights.reshape(*call.rows, call.keys),
+        )
+
+    def backward(self, call: Call, slopes: Slopes, done: Forward, plan: Plan) -> Backward:
+        """The gradients in float64, each tile's softmax computed anew."""
+        tiles = Tiles(call)
+        given = slopes.output.reshape(*tiles.shape, call.d_v)
+        given_weights = None if slopes.weights is None else slopes.weights.reshape(*tiles.shape, call.keys)
+        to_q, to_k, to_v = np.zeros(tiles.q.shape), np.zeros(tiles.k.shape), np.zeros(tiles.v.shape)
+        to_scale, to_sinks = np.zeros(tiles.shape), np.zeros(tiles.shape)
+        # As large as the mask would be if it were not broadcast: only where its gradient is wanted.
+        to_logits = np.zeros((*tiles.shape, call.keys)) if slopes.mask else None
+        for tile in tiles:
+            also = None if given_weights is None else given_weights[tile].astype(np.float64, order="C")
+            part = differentiate(tiles.rows(tile), given[tile].astype(np.float64, order="C"), also)
+            n, g, _, _ = tile
+            to_q[tile] = part.query
+            to_k[n, g] += part.key.sum(axis=2, keepdims=True)
+            to_v[n, g] += part.value.sum(axis=2, keepdims=True)
+            to_scale[tile] = part.scale
+            to_sinks[tile] = part.sink
+            if to_logits is not None:
+                to_logits[tile] = part.logits
+        return Backward(
+            to_q.reshape(call.query.shape),
+            to_k.reshape(call.key.shape),
+            to_v.reshape(call.value.shape),
+            to_scale.reshape(call.rows) if slopes.scale else None,
+            None if call.sinks is None else to_sinks.reshape(call.rows),
+            None if to_logits is None else _sum_to(to_logits.reshape(call.logits_shape), call.mask.shape),
+        )
+
+
+def _sum_to(x: Array, shape: tuple[int, ...]) -> Array:
+    """x summed over the axes along which an array of the given shape was broadcast to it."""
+    x = x.sum(axis=tuple(range(x.ndim - len(shape))))
+    return np.asarray(x.sum(axis=tuple(axis for axis, size in enumerate(shape) if size == 1), keepdims=True))
+
+
+REFERENCE = Reference()

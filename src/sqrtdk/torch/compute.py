@@ -1,0 +1,202 @@
+"""The one way of every call on tensors: the kernel's shortcut, or check, choose an engine, run, describe."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from sqrtdk.arguments import Window, require_flag, validate_band, validate_shapes, validate_softcap
+from sqrtdk.attention import Attention
+from sqrtdk.call import ALIGNED, OPEN, Band, Call, Wanted, as_truth
+from sqrtdk.errors import InvalidTypeError
+from sqrtdk.scales import Policy
+from sqrtdk.statistics import AttentionStatistics, Sample
+from sqrtdk.torch.arguments import (
+    broadcast_heads,
+    cast_for_autocast,
+    require_dropout,
+    require_finite_number,
+    require_mask,
+    require_sinks,
+    require_tensors,
+)
+from sqrtdk.torch.autograd import run
+from sqrtdk.torch.engines.tensor_kernel import TENSOR_KERNEL
+from sqrtdk.torch.internals import without_derivatives
+from sqrtdk.torch.policies import Scaled, TensorScale, apply_scale
+from sqrtdk.torch.pressure import TemperaturePressure
+from sqrtdk.torch.sampling import check_sample, sample_positions
+from sqrtdk.torch.scales import LearnableScale
+
+
+class Dialect(NamedTuple):
+    """How a caller names its arguments, and what its signature means by them.
+
+    Args:
+        mask, causal, dropout: the names, for errors.
+        broadcasts: None; or leading axes broadcast as torch has it: "heads" too, or all but "grouped" ones.
+        starts_aligned: causal means key j ≤ i whatever L and S.
+    """
+
+    mask: str = "mask"
+    causal: str = "causal"
+    dropout: str = "dropout"
+    broadcasts: str | None = None
+    starts_aligned: bool = False
+
+
+OURS = Dialect()
+TORCHS = Dialect("attn_mask", "is_causal", "dropout_p", "heads", True)
+TORCHS_GROUPED = TORCHS._replace(broadcasts="grouped")
+
+
+def compute(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: TensorScale = None,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    causal_offset: int | None = None,
+    window: Window | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    statistics: bool = False,
+    weights: bool = False,
+    dropout: float = 0.0,
+    sample_rows: int | None = None,
+    sample_seed: int = 0,
+    pressure: TemperaturePressure | None = None,
+    dialect: Dialect = OURS,
+) -> Attention:
+    """`sqrtdk.torch.attention`, whatever the signature that the call came through."""
+    if (
+        (scale is None or type(scale) is float)
+        and mask is None
+        and causal_offset is None
+        and window is None
+        and softcap is None
+        and sinks is None
+        and not weights
+        and dropout == 0.0
+        and sample_rows is None
+        and pressure is None
+    ):
+        plain = TENSOR_KERNEL.shortcut(q, k, v, scale, causal, statistics)
+        if plain is not None:
+            described = AttentionStatistics.from_blocks(plain.counts, plain.numbers) if statistics else None
+            result = Attention(plain.output, described, None)
+            result.engine = TENSOR_KERNEL.name
+            return result
+    q, k, v = require_tensors(*cast_for_autocast(q, k, v))
+    if dialect.broadcasts is not None and (q.shape[:-2] != k.shape[:-2] or k.shape[:-2] != v.shape[:-2]):
+        q, k, v = broadcast_heads(q, k, v, dialect.broadcasts == "grouped")
+    heads = validate_shapes(q.shape, k.shape, v.shape)
+    band = _find_band(q, k, scale, causal, causal_offset, window, dialect)
+    if mask is not None:
+        mask = require_mask(mask, q, (*q.shape[:-3], heads, q.shape[-2], k.shape[-2]), dialect.mask)
+    p = 0.0 if dropout == 0.0 else require_dropout(dropout, dialect.dropout)
+    if scale is None:
+        scaled = Scaled(q, k, v, None, 1.0 / math.sqrt(q.shape[-1]))
+    else:
+        scale = require_finite_number("scale", cast(float, scale)) if dialect.broadcasts is not None else scale
+        scaled = apply_scale(scale, q, k, v, mask, band)
+    call = Call(
+        _follow(pressure, scaled.query),
+        scaled.key,
+        scaled.value,
+        scaled.scale,
+        mask,
+        None if sinks is None else require_sinks(sinks, q, heads),
+        torch.randint(2**62, (), dtype=torch.int64, device=q.device) if p else None,
+        scaled.factor,
+        0.0 if softcap is None else validate_softcap(softcap),
+        p,
+        band,
+    )
+    sample = described = None
+    if sample_rows is not None:
+        check_sample(sample_rows, sample_seed)
+        sample = sample_positions(call.queries, sample_rows, sample_seed, q.device) if statistics else None
+    done, engine = run(call, Wanted(statistics and sample is None, weights))
+    if sample is not None:
+        described = _describe_sample(call, sample)
+    elif statistics:
+        described = AttentionStatistics.from_blocks(done.counts, done.numbers)
+    result = Attention(
+        # A policy that normalises works in float32 or better; the output is as the query was given.
+        _narrow(done.output, q.dtype),
+        described,
+        _narrow(done.weights, q.dtype) if weights else None,
+    )
+    if engine is not None:
+        result.engine = engine
+    return result
+
+
+def _narrow(tensor: Any, dtype: torch.dtype) -> Any:
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
+def _find_band(
+    q: Tensor,
+    k: Tensor,
+    scale: TensorScale,
+    causal: bool,
+    causal_offset: int | None,
+    window: Window | None,
+    dialect: Dialect,
+) -> Band:
+    if causal is not False or window is not None or causal_offset is not None:
+        if dialect.starts_aligned and require_flag(dialect.causal, causal):
+            causal_offset = 0
+        asks = isinstance(scale, str | Policy | LearnableScale)
+        return validate_band(causal, causal_offset, window, q.shape[-2], k.shape[-2], asks)
+    return ALIGNED if q.shape[-2] == k.shape[-2] else OPEN
+
+
+def _follow(pressure: TemperaturePressure | None, query: Tensor) -> Tensor:
+    if pressure is None:
+        return query
+    if not isinstance(pressure, TemperaturePressure):
+        raise InvalidTypeError(f"pressure must be a TemperaturePressure, got {type(pressure).__name__}")
+    return pressure.follow(query)
+
+
+def _describe_sample(call: Call, positions: Tensor) -> AttentionStatistics:
+    """Statistics of sampled rows, apart from the pass that computes the output: the same call of those rows alone."""
+    queries = call.queries
+
+    def pick(x: Tensor | None, axis: int) -> Tensor | None:
+        if x is None or x.dim() < -axis or x.shape[axis] != queries or queries == 1:
+            return x
+        return x.index_select(axis, positions)
+
+    mask = pick(call.mask, -2)
+    in_range = call.band.sees(positions, torch.arange(call.keys, device=positions.device))
+    if in_range is not None:
+        # Rows that no longer lie one behind the other have their range written into a mask.
+        if mask is None:
+            mask = in_range
+        elif mask.dtype == torch.bool:
+            mask = as_truth(mask) & in_range
+        else:
+            mask = mask.masked_fill(~in_range, -torch.inf)
+    with without_derivatives():
+        sampled = Call(
+            call.query.detach().index_select(-2, positions),
+            call.key.detach(),
+            call.value.detach()[..., :0],
+            pick(None if call.scale is None else call.scale.detach(), -1),
+            None if mask is None else mask.detach(),
+            None if call.sinks is None else call.sinks.detach(),
+            None,
+            call.factor,
+            call.softcap,
+        )
+        done, _ = run(sampled, Wanted(statistics=True))
+    return AttentionStatistics.from_blocks(done.counts, done.numbers, sample=Sample(cast(Any, positions), queries))

@@ -1,0 +1,215 @@
+"""Attention in pure torch, a tile of rows at a time, with statistics and gradients: for every device."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from sqrtdk.backends import Plan
+from sqrtdk.call import Backward, Call, Forward, Slopes, Wanted
+from sqrtdk.torch.arguments import without_autocast
+from sqrtdk.torch.softening import (
+    Softmax,
+    compute_softmax,
+    describe_block,
+    differentiate_block,
+    drop,
+    visible_like,
+    weigh,
+)
+from sqrtdk.torch.tiles import (
+    Block,
+    Entries,
+    Tile,
+    as_rank,
+    by_group,
+    cut_block,
+    cut_entries,
+    cut_tiles,
+    wide_dtype,
+    working_dtype,
+)
+
+_SMALL, _LARGE = 2.0**-40, 2.0**40
+# Weights below this one may be subnormal numbers in float32, or have been on the way.
+_LEAST = 2.0**-100
+
+
+class Blocks:
+    """The engine of every device: each tile's softmax in turn, and again for its gradients."""
+
+    name = "blocks"
+
+    def takes(self, call: Call, wanted: Wanted | Slopes, plan: Plan) -> str | None:
+        """Everything but derivatives of its gradients: tiles are written in place."""
+        return "it writes in place, which has no derivatives" if wanted.derivatives else None
+
+    def forward(self, call: Call, wanted: Wanted, plan: Plan) -> Forward:
+        """Output, and statistics and weights if wanted, from one pass over the tiles."""
+        with without_autocast(call.query):
+            return _attend(call, wanted)
+
+    def backward(self, call: Call, slopes: Slopes, done: Forward, plan: Plan) -> Backward:
+        """The gradients, each tile's softmax computed anew: no more is held at once than a tile's logits.
+
+        With P the weights (sink in the denominator), dP = grad_output·vᵀ + grad_weights and δ = Σ P∘dP:
+        dlogit = P∘(dP − δ), dscore = dlogit·(1 − tanh²), ∂scale of a row = Σ dscore·(q·k), ∂sink = −p_sink·δ.
+        """
+        # The gradient mode may be on where a transform calls: the blocks are written in place.
+        with without_autocast(call.query), torch.no_grad():
+            return _differentiate(call, slopes)
+
+
+BLOCKS = Blocks()
+
+
+def _attend(call: Call, wanted: Wanted) -> Forward:
+    query, rows = call.query, call.rows
+    output = query.new_zeros((*rows, call.value.shape[-1]))
+    numbers = query.new_zeros((11, *rows), dtype=wide_dtype(query.device)) if wanted.statistics else None
+    counts = query.new_zeros((2, *rows), dtype=torch.int64) if wanted.statistics else None
+    weights = query.new_zeros((*rows, call.key.shape[-2])) if wanted.weights else None
+    number = 0
+    for entries in cut_entries(call):
+        at, shared = entries.at, entries.shared
+        to_output = as_rank(output[at], 4)
+        to_weights = None if weights is None else as_rank(weights[at], 4)
+        to_fields = []
+        if counts is not None and numbers is not None:
+            to_fields = [as_rank(field[at], 3) for field in (*counts, *numbers)]
+        for tile in cut_tiles(entries, number):
+            number = tile.number + 1
+            n, g, i, j, _ = tile
+            h = slice(g.start * shared, g.stop * shared)
+            block, soft = _soften(entries, tile, every_score=wanted.statistics)
+            visible = visible_like(block, soft.logits.shape)
+            mixed = weigh(drop(soft.weights, block), block.v, visible, False)
+            to_output[n, h, i] = mixed.flatten(1, 2).to(query.dtype)
+            if to_weights is not None:
+                to_weights[n, h, i, j] = soft.weights.flatten(1, 2).to(query.dtype)
+            if to_fields:
+                for field, values in zip(to_fields, describe_block(block, soft, j.start), strict=True):
+                    field[n, h, i] = values.flatten(1, 2)
+    return Forward(output, numbers, counts, weights)
+
+
+def _is_computable(block: Block, soft: Softmax, every_score: bool) -> bool:
+    """Whether the visible scores and logits are finite: every one, or at least those that decide the weights."""
+    if not every_score and math.isfinite(soft.weights.sum()):
+        return True
+    finite = torch.isfinite(soft.scores)
+    if block.bias is not None:
+        finite = finite & torch.isfinite(soft.logits)
+    if block.visible is not None:
+        finite = finite | ~block.visible
+    return bool(finite.all())
+
+
+def _is_extreme(entries: Entries) -> bool:
+    """Whether a scale is so large or small that its product with q alone may leave the range of float32."""
+    if entries.scale is None:
+        size = abs(entries.call.factor)
+        return size != 0.0 and not _SMALL <= size <= _LARGE
+    sizes = entries.scale.abs()
+    return bool(((sizes > _LARGE) | ((sizes < _SMALL) & (sizes != 0.0))).any())
+
+
+def _is_drowned(block: Block, soft: Softmax) -> bool:
+    """Whether a sink leaves so little to the keys that weights in float32 lose digits to underflow."""
+    if block.sink is None:
+        return False
+    weights = soft.weights.amax(dim=-1) if soft.weights.shape[-1] else soft.weights.sum(dim=-1)
+    return bool(((weights < _LEAST) & (visible_like(block, soft.logits.shape).any(dim=-1))).any())
+
+
+def _soften(entries: Entries, tile: Tile, *, every_score: bool) -> tuple[Block, Softmax]:
+    """A tile's softmax, in float64 where products of finite numbers or shares of sinks pass what float32 can hold."""
+    dtype = working_dtype(entries.q.dtype)
+    block = cut_block(entries, tile, dtype)
+    soft = compute_softmax(block)
+    wide = wide_dtype(entries.q.device)
+    if dtype != wide and (
+        _is_extreme(entries) or not _is_computable(block, soft, every_score) or _is_drowned(block, soft)
+    ):
+        return _soften_widely(entries, tile)
+    return block, soft
+
+
+def _soften_widely(entries: Entries, tile: Tile) -> tuple[Block, Softmax]:
+    block = cut_block(entries, tile, wide_dtype(entries.q.device))
+    return block, compute_softmax(block)
+
+
+def _differentiate(call: Call, slopes: Slopes) -> Backward:
+    query, key, value = call.query, call.key, call.value
+    sums, rows, wide = working_dtype(query.dtype), call.rows, wide_dtype(query.device)
+    to_query = torch.zeros_like(query, memory_format=torch.contiguous_format)
+    to_key, to_value = (torch.zeros_like(x, dtype=sums, memory_format=torch.contiguous_format) for x in (key, value))
+    to_scale = query.new_zeros(rows, dtype=wide) if slopes.scale else None
+    to_sinks = query.new_zeros(rows, dtype=wide) if call.sinks is not None else None
+    to_mask = query.new_zeros(call.mask.shape, dtype=sums) if slopes.mask else None
+    number = 0
+    for entries in cut_entries(call):
+        at, shared = entries.at, entries.shared
+        at_query, at_key, at_value = (as_rank(x[at], 4) for x in (to_query, to_key, to_value))
+        at_scale, at_sinks = (None if x is None else as_rank(x[at], 3) for x in (to_scale, to_sinks))
+        given = as_rank(slopes.output[at], 4)
+        given_weights = None if slopes.weights is None else as_rank(slopes.weights[at], 4)
+        for tile in cut_tiles(entries, number):
+            number = tile.number + 1
+            n, g, i, j, _ = tile
+            h = slice(g.start * shared, g.stop * shared)
+            slope = by_group(given[n, h, i], shared)
+            also = None if given_weights is None else by_group(given_weights[n, h, i, j], shared)
+            part, grad_logits = _differentiate_tile(entries, tile, slope, also, slopes.scale)
+            at_query[n, h, i] = part.query.flatten(1, 2).to(query.dtype)
+            at_key[n, g, j] += part.key
+            at_value[n, g, j] += part.value
+            if at_scale is not None:
+                at_scale[n, h, i] = part.scale.flatten(1, 2).to(wide)
+            if at_sinks is not None:
+                at_sinks[n, h, i] = part.sinks.flatten(1, 2).to(wide)
+            if to_mask is not None:
+                _add_to_mask(to_mask, grad_logits, call, at, (n, h, i, j))
+    dtype = query.dtype
+    return Backward(
+        to_query,
+        to_key.to(dtype),
+        to_value.to(dtype),
+        to_scale,
+        to_sinks,
+        None if to_mask is None else to_mask.to(call.mask.dtype),
+    )
+
+
+def _differentiate_tile(
+    entries: Entries, tile: Tile, slope: Tensor, slope_of_weights: Tensor | None, scale_too: bool
+) -> tuple[Backward, Tensor]:
+    block, soft = _soften(entries, tile, every_score=scale_too)
+    part, grad_logits = differentiate_block(block, soft, slope, slope_of_weights, scale_too)
+    if block.q.dtype != wide_dtype(entries.q.device) and not _is_finite(part):
+        # Sums of finite numbers may pass float32 although what comes of them does not.
+        block, soft = _soften_widely(entries, tile)
+        part, grad_logits = differentiate_block(block, soft, slope, slope_of_weights, scale_too)
+    return part, grad_logits
+
+
+def _is_finite(gradients: Backward) -> bool:
+    return all(x is None or math.isfinite(x.sum()) for x in gradients)
+
+
+def _add_to_mask(
+    to: Tensor, grad_logits: Tensor, call: Call, at: tuple[int, ...], where: tuple[slice, slice, slice, slice]
+) -> None:
+    """Add a tile's gradients to the mask's, summed over the axes along which the mask was broadcast."""
+    target = as_rank(to, max(len(call.logits_shape), 4))
+    tile = grad_logits.flatten(1, 2)
+    indices = [slice(index, index + 1) for index in at] + list(where)
+    tile = tile[(None,) * (target.dim() - tile.dim())]
+    for axis in range(target.dim()):
+        if target.shape[axis] == 1:
+            tile = tile.sum(dim=axis, keepdim=True)
+            indices[axis] = slice(0, 1)
+    target[tuple(indices)] += tile

@@ -1,0 +1,205 @@
+"""The compiled kernel on tensors: addresses and strides go in, nothing is copied."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sqrtdk import backends
+from sqrtdk.arguments import FLOATS
+from sqrtdk.backends import Plan
+from sqrtdk.call import OPEN_ABOVE, OPEN_BELOW, Backward, Call, Forward, Slopes, Wanted
+from sqrtdk.engines.describe import describe_blind
+from sqrtdk.engines.kernel import BOOLEAN_MASK, FIRST_FLOAT_MASK, NO_MASK, Problem
+from sqrtdk.torch.internals import is_unobserved
+from sqrtdk.torch.openmp import find_team
+
+_CODES = {getattr(torch, name): code for code, name in enumerate(FLOATS)}
+_View = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+
+# Looked up once: finding them by their full names takes as long as calling them.
+_is_grad_enabled = torch.is_grad_enabled
+_count_threads = torch.get_num_threads
+_empty_like = torch.empty_like
+
+
+class TensorKernel:
+    """The engine of tensors on the CPU: C++ on as many threads as torch uses."""
+
+    name = "kernel"
+
+    def takes(self, call: Call, wanted: Wanted | Slopes, plan: Plan) -> str | None:
+        """Tensors that lie in memory, without dropout; the forward pass without weights."""
+        query = call.query
+        if not query.is_cpu:
+            return f"tensors are on {query.device}"
+        if call.dropout:
+            return "it has no dropout"
+        if wanted.derivatives:
+            return "its operations are not torch's"
+        if type(wanted) is Slopes:
+            return "it has no backward pass"
+        if wanted[1]:
+            return "it writes no weights"
+        if call.sinks is not None and call.sinks.dim() != 1:
+            return "sinks differ within a batch"
+        # Zeros that torch keeps nowhere, a storage that was given back.
+        homeless = any(x is not None and x.numel() and not x.data_ptr() for x in call[:6])
+        return "a tensor has no memory" if homeless else None
+
+    def forward(self, call: Call, wanted: Wanted, plan: Plan) -> Forward:
+        """Output, and statistics if wanted, from one pass."""
+        query, value = call.query, call.value
+        rows, d_v = query.shape[:-1], value.shape[-1]
+        numbers = query.new_empty((11, *rows), dtype=torch.float64) if wanted.statistics else None
+        counts = query.new_empty((2, *rows), dtype=torch.int64) if wanted.statistics else None
+        if not (query.numel() and call.key.numel()):
+            if counts is not None:
+                describe_blind(counts, numbers, call.sinks is not None)
+            return Forward(query.new_zeros((*rows, d_v)), numbers, counts)
+        if not d_v:  # values without features: the rows have statistics all the same
+            padded = value.new_zeros((*value.shape[:-1], 1))
+            whole = self.forward(call._replace(value=padded), wanted, plan)
+            return whole._replace(output=whole.output[..., :0])
+        # The copies that a call may need live as long as their addresses are in use.
+        call = _as_in_memory(call)
+        output = (
+            _empty_like(query) if d_v == query.shape[-1] and query.is_contiguous() else query.new_empty((*rows, d_v))
+        )
+        assert plan.forward is not None
+        done = plan.forward(
+            plan.level,
+            min(_count_threads(), backends.MAX_THREADS),
+            *_as_problem(call),
+            _view(output),
+            None if numbers is None else _view(numbers),
+            None if counts is None else _view(counts),
+            find_team(),
+        )
+        return Forward(output, numbers, counts) if done else self.forward(_copy_misaligned(call), wanted, plan)
+
+    def backward(self, call: Call, slopes: Slopes, done: Forward, plan: Plan) -> Backward:
+        """Not there: `takes` says so."""
+        raise AssertionError("takes refuses gradients")
+
+    def shortcut(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, causal: bool, statistics: bool
+    ) -> Forward | None:
+        """The plain operation, causal from the start or not, before there is a `Call`; None if anything is unusual.
+
+        The way around all that other calls go through, which takes longer than computing a small one: plain tensors
+        of one dtype on the CPU, shapes that fit, nobody who watches, no gradient. Whatever is refused here is checked,
+        explained or computed by the longer way, so this may refuse too much, never too little.
+        """
+        if not is_unobserved() or type(causal) is not bool:
+            return None
+        try:
+            dtype, shape, others = query.dtype, query.shape, key.shape
+            if not (
+                type(query) is type(key) is type(value) is Tensor
+                and dtype is key.dtype is value.dtype
+                and query.is_cpu
+                and key.is_cpu
+                and value.is_cpu
+                and others == value.shape
+                and (shape == others or (shape[:-2] == others[:-2] and shape[-1] == others[-1] and not causal))
+                and len(shape) > 1
+                and query.numel()
+                and key.numel()
+                and not (_is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
+                and not (query.is_neg() or key.is_neg() or value.is_neg())
+            ):
+                return None
+            plan = backends.plan()
+            factor = 1.0 / math.sqrt(shape[-1]) if scale is None else scale
+            if plan.forward is None or factor - factor != 0.0:
+                return None
+            at_query, at_key, at_value = query.data_ptr(), key.data_ptr(), value.data_ptr()
+            if not (at_query and at_key and at_value):  # zeros that are nowhere, a storage that was given back
+                return None
+            # Contiguous in any case: a query that is dense in another order would hand that order on.
+            output = _empty_like(query) if query.is_contiguous() else query.new_empty(shape)
+            numbers = query.new_empty((11, *shape[:-1]), dtype=torch.float64) if statistics else None
+            counts = query.new_empty((2, *shape[:-1]), dtype=torch.int64) if statistics else None
+            item = query.itemsize
+            done = plan.forward(
+                plan.level,
+                min(_count_threads(), backends.MAX_THREADS),
+                _CODES[dtype],
+                (at_query, item, shape, query.stride()),
+                (at_key, item, others, key.stride()),
+                (at_value, item, others, value.stride()),
+                factor,
+                None,
+                0,
+                None,
+                OPEN_BELOW,
+                0 if causal else OPEN_ABOVE,
+                0.0,
+                None,
+                (output.data_ptr(), item, shape, output.stride()),
+                None if numbers is None else _view(numbers),
+                None if counts is None else _view(counts),
+                find_team(),
+            )
+        except (AttributeError, KeyError, RuntimeError):  # no tensor, no floating one, none with strides
+            return None
+        return Forward(output, numbers, counts) if done else None
+
+
+TENSOR_KERNEL = TensorKernel()
+
+
+def _as_problem(call: Call) -> Problem:
+    mask, band = call.mask, call.band
+    mask_kind = NO_MASK
+    if mask is not None:
+        mask_kind = BOOLEAN_MASK if mask.dtype == torch.bool else FIRST_FLOAT_MASK + _CODES[mask.dtype]
+    return Problem(
+        _CODES[call.query.dtype],
+        _view(call.query),
+        _view(call.key),
+        _view(call.value),
+        call.factor,
+        None if call.scale is None else _view(call.scale),
+        mask_kind,
+        None if mask is None else _view(mask),
+        band.first,
+        band.last,
+        call.softcap,
+        None if call.sinks is None else _view(call.sinks),
+    )
+
+
+def _view(tensor: Tensor) -> _View:
+    return tensor.data_ptr(), tensor.itemsize, tensor.shape, tensor.stride()
+
+
+def _as_in_memory(call: Call) -> Call:
+    """The call with every tensor as the kernel reads it: scale and sinks in float64, signs as they are written.
+
+    The imaginary part of a conjugate has the other sign in memory.
+    """
+    query, key, value, scale, mask, sinks = call[:6]
+    if scale is None and mask is None and sinks is None and not (query.is_neg() or key.is_neg() or value.is_neg()):
+        return call
+    return call._replace(
+        query=query.resolve_neg(),
+        key=key.resolve_neg(),
+        value=value.resolve_neg(),
+        scale=None if scale is None else scale.double().resolve_neg(),
+        mask=None if mask is None else mask.resolve_neg(),
+        sinks=None if sinks is None else sinks.double().resolve_neg().contiguous(),
+    )
+
+
+def _copy_misaligned(call: Call) -> Call:
+    """The call with every tensor copied whose elements do not lie at a multiple of their size."""
+
+    def aligned(tensor: Any) -> Any:
+        return tensor if tensor is None or tensor.data_ptr() % tensor.itemsize == 0 else tensor.clone()
+
+    return call._replace(**dict(zip(Call._fields[:5], map(aligned, call[:5]), strict=True)))

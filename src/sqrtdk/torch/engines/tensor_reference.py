@@ -1,0 +1,63 @@
+"""The float64 NumPy reference on tensors of the CPU: for whoever asks for it by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sqrtdk.backends import Plan
+from sqrtdk.call import Backward, Call, Forward, Slopes, Wanted
+from sqrtdk.engines.reference import REFERENCE
+
+
+class TensorReference:
+    """The definition of what is right, with tensors in and tensors out."""
+
+    name = REFERENCE.name
+
+    def takes(self, call: Call, wanted: Wanted | Slopes, plan: Plan) -> str | None:
+        """What the reference takes, on the CPU."""
+        if not call.query.is_cpu:
+            return f"tensors are on {call.query.device}"
+        if call.sinks is not None and call.sinks.dim() != 1:
+            return "sinks differ within a batch"
+        return REFERENCE.takes(call, wanted, plan)
+
+    def forward(self, call: Call, wanted: Wanted, plan: Plan) -> Forward:
+        """Output, statistics and weights of the float64 pass, rounded once."""
+        dtype = call.query.dtype
+        done = REFERENCE.forward(_as_arrays(call), wanted, plan)
+        output, numbers, counts, weights, _ = (None if x is None else torch.from_numpy(x) for x in done)
+        assert output is not None
+        return Forward(output.to(dtype), numbers, counts, None if weights is None else weights.to(dtype))
+
+    def backward(self, call: Call, slopes: Slopes, done: Forward, plan: Plan) -> Backward:
+        """The gradients of the float64 pass, rounded once."""
+        given = slopes._replace(output=_as_array(slopes.output), weights=_as_array(slopes.weights))
+        gradients = REFERENCE.backward(_as_arrays(call), given, done, plan)
+        like = (call.query, call.key, call.value, None, None, call.mask)
+        return Backward(*(_as_tensor(x, dtype) for x, dtype in zip(gradients, like, strict=True)))
+
+
+TENSOR_REFERENCE = TensorReference()
+
+
+def _as_arrays(call: Call) -> Call:
+    """The call in float64; a boolean mask stays one."""
+    tensors = dict(zip(Call._fields[:6], map(_as_array, call[:6]), strict=True))
+    return call._replace(**tensors)
+
+
+def _as_array(tensor: Tensor | None) -> Any:
+    if tensor is None:
+        return None
+    tensor = tensor.detach().resolve_neg()
+    return tensor.numpy() if tensor.dtype == torch.bool else tensor.double().numpy()
+
+
+def _as_tensor(array: Any, like: Tensor | None) -> Tensor | None:
+    if array is None:
+        return None
+    return torch.from_numpy(array) if like is None else torch.from_numpy(array).to(like.dtype)

@@ -1,0 +1,140 @@
+"""Attention in one piece, by operations that torch differentiates in any mode and any number of times.
+
+It holds every logit: for second derivatives and for forward-mode ones only.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sqrtdk.backends import Plan
+from sqrtdk.call import Backward, Call, Forward, Slopes, Wanted
+from sqrtdk.torch.arguments import without_autocast
+from sqrtdk.torch.internals import without_derivatives
+from sqrtdk.torch.softening import Softmax, compute_softmax, describe_block, differentiate_block, multiply, visible_like
+from sqrtdk.torch.tiles import Block, Entries, Tile, as_rank, by_group, cut_block, wide_dtype, working_dtype
+
+
+class Whole:
+    """The engine of derivatives of any order and mode."""
+
+    name = "whole"
+
+    def takes(self, call: Call, wanted: Wanted | Slopes, plan: Plan) -> str | None:
+        """Everything but dropout."""
+        if call.dropout:
+            return "dropout must be 0 for second and forward-mode derivatives, as its draw is not in their graph"
+        return None
+
+    def forward(self, call: Call, wanted: Wanted, plan: Plan) -> Forward:
+        """Output, weights and statistics; the statistics have no derivatives.
+
+        Vectors with NaN or infinity count as zero, so that hidden ones give no gradient; rows that see one are NaN.
+        """
+        query, rows, keys = call.query, call.rows, call.key.shape[-2]
+        if not query.numel():
+            return _nothing(call, wanted)
+        with without_autocast(query):
+            block, poison = _cut_whole(call)
+            soft = compute_softmax(block)
+            weights = soft.weights * poison
+            output = multiply(weights, block.v)
+        numbers = counts = None
+        if wanted.statistics:
+            counts, numbers = _describe(call, block, soft, poison)
+        return Forward(
+            _restore(output, (*rows, call.value.shape[-1]), call),
+            numbers,
+            counts,
+            _restore(weights, (*rows, keys), call) if wanted.weights else None,
+        )
+
+    def backward(self, call: Call, slopes: Slopes, done: Forward, plan: Plan) -> Backward:
+        """The gradients, by operations that can be differentiated in their turn."""
+        query, key, value, mask, rows = call.query, call.key, call.value, call.mask, call.rows
+        has_sinks = call.sinks is not None
+        if not query.numel():
+            return Backward(
+                torch.zeros_like(query),
+                torch.zeros_like(key),
+                torch.zeros_like(value),
+                query.new_zeros(rows) if slopes.scale else None,
+                query.new_zeros(rows) if has_sinks else None,
+                torch.zeros_like(mask) if slopes.mask else None,
+            )
+        with without_autocast(query):
+            block, poison = _cut_whole(call)
+            soft = compute_softmax(block)
+            soft = soft._replace(weights=soft.weights * poison)
+
+            def as_block(x: Tensor) -> Tensor:
+                return by_group(as_rank(x, 4).flatten(0, -4).to(block.q.dtype), call.shared)
+
+            also = None if slopes.weights is None else as_block(slopes.weights)
+            part, grad_logits = differentiate_block(block, soft, as_block(slopes.output), also, slopes.scale)
+        to_mask = None
+        if slopes.mask:
+            whole = grad_logits.flatten(1, 2).reshape(call.logits_shape)
+            to_mask = whole.sum_to_size(mask.shape).to(mask.dtype)
+        return Backward(
+            _restore(part.query, query.shape, call),
+            part.key.reshape(key.shape).to(key.dtype),
+            part.value.reshape(value.shape).to(value.dtype),
+            part.scale.reshape(rows) if slopes.scale else None,
+            part.sinks.reshape(rows) if has_sinks else None,
+            to_mask,
+        )
+
+
+WHOLE = Whole()
+
+
+def _nothing(call: Call, wanted: Wanted) -> Forward:
+    """The result of a call without queries."""
+    query, rows, wide = call.query, call.rows, wide_dtype(call.query.device)
+    return Forward(
+        query.new_zeros((*rows, call.value.shape[-1])),
+        query.new_zeros((11, *rows), dtype=wide) if wanted.statistics else None,
+        query.new_zeros((2, *rows), dtype=torch.int64) if wanted.statistics else None,
+        query.new_zeros((*rows, call.key.shape[-2])) if wanted.weights else None,
+    )
+
+
+def _describe(call: Call, block: Block, soft: Softmax, poison: Tensor) -> tuple[Tensor, Tensor]:
+    """Counts and numbers of every row; a row that sees NaN or infinity has them as NaN."""
+    with without_derivatives():
+        fields = describe_block(block, soft, 0)
+        counts = torch.stack([x.flatten(1, 2).reshape(call.rows) for x in fields[:2]])
+        numbers = torch.stack([(x * poison[..., 0]).flatten(1, 2).reshape(call.rows) for x in fields[2:]])
+    return counts, numbers
+
+
+def _cut_whole(call: Call) -> tuple[Block, Tensor]:
+    """All of the call as one block with its non-finite vectors zeroed, and NaN for the rows that see one, else 1."""
+    rows, keys = call.rows, call.key.shape[-2]
+    q, k, v = (as_rank(x, 4).flatten(0, -4) for x in (call.query, call.key, call.value))
+    scale = None if call.scale is None else as_rank(call.scale.expand(rows), 3).flatten(0, -3)
+    mask = None
+    if call.mask is not None:
+        mask = as_rank(call.mask.expand(call.logits_shape), 4).flatten(0, -4)
+    sinks = None if call.sinks is None else as_rank(call.sinks.expand(call.heads_shape), 2).flatten(0, -2)
+    tile = Tile(slice(0, q.shape[0]), slice(0, k.shape[1]), slice(0, q.shape[2]), slice(0, keys), 0)
+    block = cut_block(Entries(call, q, k, v, scale, mask, sinks, ()), tile, working_dtype(q.dtype))
+    visible = visible_like(block, (*block.q.shape[:-1], keys))
+    (block.q, bad_q), (block.k, bad_k), (block.v, bad_v) = (_set_aside(x) for x in (block.q, block.k, block.v))
+    block.may_be_traced = True
+    bad = bad_q[..., None] | (bad_k | bad_v)[:, :, None, None]
+    blighted = (visible & bad).any(dim=-1, keepdim=True)
+    return block, torch.zeros_like(blighted, dtype=block.q.dtype).masked_fill(blighted, torch.nan) + 1.0
+
+
+def _restore(x: Tensor, shape: tuple[int, ...], call: Call) -> Tensor:
+    """`[n, g, R, l, ·]` in the caller's shape and dtype."""
+    return x.flatten(1, 2).reshape(shape).to(call.query.dtype)
+
+
+def _set_aside(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x `[..., D]` with its non-finite vectors zeroed, and which they were `[...]`."""
+    bad = ~torch.isfinite(x).all(dim=-1)
+    return torch.where(bad[..., None], 0.0, x), bad
