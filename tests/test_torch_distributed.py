@@ -13,9 +13,9 @@ if not dist.is_available():
     pytest.skip("torch was built without torch.distributed", allow_module_level=True)
 
 from sqrtdk import AttentionStatistics, HeadSummary, SqrtdkError, attention  # noqa: E402
-from sqrtdk.statistics import SUMMARISED, Sample  # noqa: E402
+from sqrtdk.statistics import ROW_FIELDS, SUMMARISED, Sample  # noqa: E402
 
-FIELDS = [item.name for item in dataclasses.fields(AttentionStatistics)]
+FIELDS = ROW_FIELDS
 
 
 def rows_of_rank(rank, batch, heads=3, sharpness=2.0):

@@ -1,5 +1,6 @@
 """Row statistics as tensors: the same numbers as in NumPy, where the tensors are, without a copy to the host."""
 
+import copy
 import dataclasses
 import pickle
 import subprocess
@@ -10,11 +11,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from sqrtdk import AttentionStatistics, HeadSummary, attention, theory  # noqa: E402
-from sqrtdk.statistics import SUMMARISED, Sample  # noqa: E402
+from sqrtdk import AttentionStatistics, HeadSummary, SqrtdkError, attention, theory  # noqa: E402
+from sqrtdk.statistics import ROW_FIELDS, ROW_STATISTICS, SUMMARISED, Sample  # noqa: E402
 
-FIELDS = [item.name for item in dataclasses.fields(AttentionStatistics)]
-DERIVED = sorted({*SUMMARISED, "sum_p3"} - set(FIELDS))
+FIELDS = ROW_FIELDS
+DERIVED = sorted({*ROW_STATISTICS} - set(FIELDS))
 
 
 def rows_in_numpy(seed=0, sharpness=3.0):
@@ -116,11 +117,51 @@ def test_the_summary_of_tensors_is_that_of_numpy():
     assert (some.rows_seen.tolist(), some.rows_in_all.tolist(), some.is_sample) == ([18] * 3, [80] * 3, True)
 
 
-def test_tensors_travel_between_processes():
+@pytest.mark.parametrize("axis", [None, -1, 1, (0, 2), ()])
+@pytest.mark.parametrize("name", ROW_STATISTICS)
+def test_means_are_those_of_numpy(name, axis):
+    rows = rows_in_numpy()
+    found = as_tensors(rows).mean(name, axis=axis)
+    assert isinstance(found, torch.Tensor)
+    assert found.dtype == torch.float64
+    np.testing.assert_allclose(found.numpy(), rows.mean(name, axis=axis), rtol=1e-14)
+
+
+def test_means_stay_on_their_device_and_are_traced():
+    counts, numbers = blocks_of(rows_in_numpy(), device="meta", dtype=torch.float32)
+    found = AttentionStatistics.from_blocks(counts, numbers).mean("entropy_ratio", axis=-1)
+    assert (found.device.type, found.dtype, found.shape) == ("meta", torch.float32, (2, 3))
+
+    @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
+    def average(counts, numbers):
+        return AttentionStatistics.from_blocks(counts, numbers).mean("entropy_ratio", axis=(0, -1))
+
+    rows = rows_in_numpy()
+    expected = as_tensors(rows).mean("entropy_ratio", axis=(0, -1))
+    torch.testing.assert_close(average(*blocks_of(rows)), expected, rtol=1e-15, atol=0.0)
+    with pytest.raises(SqrtdkError, match=r"axis must name different axes from -3 to 2, got 7"):
+        as_tensors(rows).mean("entropy", axis=7)
+
+
+@pytest.mark.parametrize("lazily", [True, False])
+def test_tensors_travel_and_compare(lazily):
     rows = as_tensors(rows_in_numpy(), sample=Sample(torch.arange(9), 40))
-    other = pickle.loads(pickle.dumps(rows))
-    assert torch.equal(other.max_key, rows.max_key)
-    assert other.sample.rows == 40
+    if not lazily:
+        rows = AttentionStatistics(**{name: getattr(rows, name) for name in FIELDS}, sample=rows.sample)
+    for other in (
+        dataclasses.replace(rows),
+        copy.copy(rows),
+        copy.deepcopy(rows),
+        pickle.loads(pickle.dumps(rows)),
+        AttentionStatistics(**dataclasses.asdict(rows)),
+    ):
+        assert other == rows
+        assert other.sample.rows == 40
+        assert torch.equal(other.max_key, rows.max_key)
+    assert rows != rows.numpy()
+    assert rows != dataclasses.replace(rows, sample=Sample(torch.arange(9) + 1, 40))
+    assert rows != dataclasses.replace(rows, entropy=rows.entropy + 1e-9)
+    assert rows != dataclasses.replace(rows, entropy=rows.entropy.to("meta"))
 
 
 def test_the_saturation_index_of_tensors():

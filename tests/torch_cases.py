@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -12,7 +10,8 @@ import torch
 import sqrtdk
 from conftest import RUNNING
 from oracle import draw as draw_arrays
-from sqrtdk import AttentionStatistics, backends
+from sqrtdk import backends
+from sqrtdk.statistics import ROW_FIELDS
 from sqrtdk.torch import attention
 
 DTYPES = {
@@ -21,7 +20,7 @@ DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
 }
-FIELDS = tuple(item.name for item in fields(AttentionStatistics) if item.name != "sample")
+FIELDS = ROW_FIELDS
 DERIVED = (
     "max_weight",
     "sum_p2",

@@ -39,9 +39,13 @@ def missing_extra(package: str, extra: str) -> MissingExtraError:
 
 
 def unknown_name(kind: str, name: str, known: list[str]) -> InvalidValueError:
-    """Build the error for a name that is not registered; it lists the known ones.
+    """Build the error for a name that is not registered; it lists the known ones and points at the likeliest.
 
-    >>> str(unknown_name("task", "recal", ["recall", "text"]))
-    "unknown task 'recal'; known: recall, text"
+    >>> print(unknown_name("task", "recal", ["recall", "text"]))
+    unknown task 'recal'; known: recall, text; did you mean 'recall'?
     """
-    return InvalidValueError(f"unknown {kind} {name!r}; known: {', '.join(sorted(known))}")
+    from difflib import get_close_matches  # here, so that `import sqrtdk` does not pay for it
+
+    likeliest = get_close_matches(str(name), known, n=1)
+    hint = f"; did you mean {likeliest[0]!r}?" if likeliest else ""
+    return InvalidValueError(f"unknown {kind} {name!r}; known: {', '.join(sorted(known))}{hint}")

@@ -32,7 +32,32 @@ def _on_host(tensor: Any, dtype: npt.DTypeLike) -> Array:
     return np.asarray(tensor if isinstance(tensor, np.ndarray) else tensor.detach().cpu().numpy(), dtype=dtype)
 
 
-@dataclass(frozen=True)
+def _are_same(one: Any, two: Any) -> bool:
+    """Whether two arrays, or two tensors on one device, are the same to the bit; any NaN is the same as any other."""
+    xp = namespace_of(one)
+    if xp is not namespace_of(two) or one.dtype != two.dtype or one.shape != two.shape:
+        return False
+    if xp is not np and one.device != two.device:
+        return False
+    same = (one == two) & (xp.signbit(one) == xp.signbit(two))
+    return bool((same | (xp.isnan(one) & xp.isnan(two))).all())
+
+
+def _axes(axis: int | tuple[int, ...] | None, rank: int) -> tuple[int, ...]:
+    """The axes that are meant, in NumPy's way of saying it."""
+    if axis is None:
+        return tuple(range(rank))
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    for at in axes:
+        if isinstance(at, bool) or not hasattr(at, "__index__"):
+            raise InvalidTypeError(f"axis must be an integer, a tuple of integers or None, got {axis!r}")
+    places = tuple(at + rank if at < 0 else at for at in axes)
+    if any(not 0 <= at < rank for at in places) or len(set(places)) < len(places):
+        raise InvalidValueError(f"axis must name different axes from {-rank} to {rank - 1}, got {axis!r}")
+    return places
+
+
+@dataclass(frozen=True, eq=False)
 class AttentionStatistics:
     """Per-row statistics of attention, arrays `[..., H, L]`, float64 (counts and indices int64).
 
@@ -45,6 +70,11 @@ class AttentionStatistics:
     The largest weight is kept apart: `tail_weight`, `tail_p2`, `tail_p3` are Σp, Σp², Σp³ over all keys but the
     largest. So 1 − Σp² and the Jacobian's norm keep their relative accuracy when the row is one-hot but for 1e-20,
     where 1 − Σp² taken from a rounded Σp² would be 0.
+
+    `sample` tells which query positions the rows are, if only some were looked at; None if the rows are all there are.
+
+    Two are equal if they are of one kind (arrays, or tensors on one device) and all fields are the same to the bit, NaN
+    equal to NaN; like arrays they have no hash.
 
     >>> from sqrtdk import attention
     >>> import numpy as np
@@ -66,6 +96,7 @@ class AttentionStatistics:
     score_max: Array
     score_variance: Array
     sink_weight: Array
+    sample: Sample | None = None
 
     @classmethod
     def from_blocks(cls, counts: Array, numbers: Array, *, sample: Sample | None = None) -> AttentionStatistics:
@@ -75,22 +106,68 @@ class AttentionStatistics:
         """
         rows = cls.__new__(cls)
         rows.__dict__["_blocks"] = (counts, numbers)
-        rows.__dict__["_sample"] = sample
+        rows.__dict__["sample"] = sample
         return rows
 
     def __getattr__(self, name: str) -> Array:
         blocks = self.__dict__.get("_blocks")
-        if blocks is None or name not in _FIELDS:
+        if blocks is None or name not in ROW_FIELDS:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        at = _FIELDS.index(name)
+        at = ROW_FIELDS.index(name)
         value: Array = blocks[0][at] if at < 2 else blocks[1][at - 2]
         self.__dict__[name] = value
         return value
 
-    @property
-    def sample(self) -> Sample | None:
-        """Which query positions the rows are, if only some were looked at; None if the rows are all there are."""
-        return self.__dict__.get("_sample")
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, AttentionStatistics):
+            return NotImplemented
+        if self is other:
+            return True
+        if (self.sample is None) != (other.sample is None):
+            return False
+        if self.sample is not None and other.sample is not None:
+            one, two = self.sample, other.sample
+            if one.rows != two.rows or not _are_same(one.positions, two.positions):
+                return False
+        return all(_are_same(getattr(self, name), getattr(other, name)) for name in ROW_FIELDS)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def mean(self, name: str, axis: int | tuple[int, ...] | None = None) -> Array:
+        """The mean of a row statistic over the rows that have one, e.g. `statistics.mean("entropy_ratio")`.
+
+        Left out are rows whose value is NaN or infinite (with a causal mask the first row sees one key and has no
+        entropy ratio) and, but for `visible_keys`, rows that see nothing: as in a `HeadSummary`.
+
+        Args:
+            name: a field, or a number derived from the fields.
+            axis: as NumPy's: None for one number over all rows, −1 for one per head `[..., H]`, a tuple for several.
+
+        Returns:
+            A float64 number or array; for tensors a tensor on their device. NaN where no row counts.
+
+        Raises:
+            InvalidValueError: for a name that is no row statistic, or an axis that is not there.
+
+        >>> from sqrtdk import attention
+        >>> import numpy as np
+        >>> rows = attention(np.zeros((4, 8)), np.zeros((4, 8)), np.zeros((4, 8)), causal=True).statistics
+        >>> float(rows.entropy_ratio.mean()), float(rows.mean("entropy_ratio"))
+        (nan, 1.0)
+        """
+        if name not in ROW_STATISTICS:
+            raise unknown_name("row statistic", name, list(ROW_STATISTICS))
+        over = _axes(axis, len(self.shape))
+        xp = self._namespace
+        values = xp.asarray(getattr(self, name), dtype=self.entropy.dtype)
+        counted = xp.isfinite(values)
+        if name != "visible_keys":
+            counted = counted & (self.visible_keys > 0)
+        count, total = xp.asarray(counted, dtype=xp.int64), xp.where(counted, values, 0.0)
+        if over:  # torch would take no axis for all
+            count, total = count.sum(axis=over), total.sum(axis=over)
+        # Indexed by nothing: NumPy's number instead of an array without axes; a tensor stays what it is.
+        return _array(xp.where(count > 0, total / xp.clip(count, 1, None), xp.nan)[()])
 
     def numpy(self) -> AttentionStatistics:
         """The same rows as NumPy arrays on the host, without gradients; rows that are NumPy arrays come back as is."""
@@ -99,7 +176,7 @@ class AttentionStatistics:
         sample = None if self.sample is None else Sample(_on_host(self.sample.positions, np.int64), self.sample.rows)
         blocks = self.__dict__.get("_blocks")
         if blocks is None:
-            arrays = [_on_host(getattr(self, name), np.float64) for name in _FIELDS]
+            arrays = [_on_host(getattr(self, name), np.float64) for name in ROW_FIELDS]
             blocks = np.stack(arrays[:2]).astype(np.int64), np.stack(arrays[2:])
         return AttentionStatistics.from_blocks(
             _on_host(blocks[0], np.int64), _on_host(blocks[1], np.float64), sample=sample
@@ -179,7 +256,21 @@ class AttentionStatistics:
         return tuple(self.visible_keys.shape)
 
 
-_FIELDS = tuple(item.name for item in fields(AttentionStatistics))
+ROW_FIELDS = tuple(item.name for item in fields(AttentionStatistics) if item.name != "sample")
+"""The fields that hold a number per row, in the order of the blocks: two of counts, eleven of floats."""
+
+ROW_STATISTICS = (
+    *ROW_FIELDS,
+    "max_weight",
+    "sum_p2",
+    "sum_p3",
+    "effective_keys",
+    "entropy_ratio",
+    "saturation_index",
+    "jacobian_trace",
+    "jacobian_norm",
+)
+"""Every number of a row: the fields and what is derived from them."""
 
 SUMMARISED = (
     "entropy",
