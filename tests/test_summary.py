@@ -1,5 +1,6 @@
 """Head summaries: rows added up per head, merged in any split."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -136,3 +137,14 @@ def test_a_summary_without_rows_prints_no_maximum():
     summary = HeadSummary.of(attention(q, q, q).statistics)
     assert summary.write_largest("max_logit") == ["-", "-"]
     assert "0 of 0 rows" in repr(summary)
+
+
+def test_summaries_are_equal_if_all_their_numbers_are():
+    one, other = (HeadSummary.of(statistics_of_noise(seed, 2, 4)) for seed in (0, 1))
+    assert one == HeadSummary.of(statistics_of_noise(0, 2, 4))
+    assert one["entropy"] == HeadSummary.of(statistics_of_noise(0, 2, 4))["entropy"]
+    assert one != other
+    assert one["entropy"] != other["entropy"]
+    assert one != dataclasses.replace(one, rows_in_all=one.rows_in_all + 1)
+    assert one != 3
+    assert one["entropy"] != 3

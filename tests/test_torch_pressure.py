@@ -270,3 +270,32 @@ def test_a_fully_compiled_graph_is_refused_and_a_broken_one_records():
     assert pressure.per_head is None
     torch.compile(run, backend="eager")(q).backward(grad)
     np.testing.assert_allclose(pressure.per_head.numpy(), expected_pressure(q, k, v, grad, 0.4), rtol=1e-12)
+
+
+def test_pressure_is_shown_per_head():
+    q, k, v, grad = tensors(3, heads=3, groups=3)
+    pressure = TemperaturePressure()
+    assert repr(pressure) == "TemperaturePressure before any backward pass"
+    functional.scaled_dot_product_attention(pressure.follow(q), k, v).backward(grad)
+    title, _, *lines = repr(pressure).splitlines()
+    assert title == "TemperaturePressure of 3 heads after 1 backward pass"
+    wants = ["softer" if p > 0 else "sharper" for p in pressure.per_head.tolist()]
+    assert [line.split() for line in lines] == [
+        [str(head), f"{p:.3g}", want] for head, (p, want) in enumerate(zip(pressure.per_head, wants, strict=True))
+    ]
+    assert len(set(wants)) == 2
+    assert all(want in pressure._repr_html_() for want in wants)
+    (pressure.follow(q) * math.inf).sum().backward()
+    assert repr(pressure).splitlines()[0].endswith("1 backward pass, 1 more left out: gradients not finite")
+
+
+def test_pressure_of_many_heads_is_a_few_lines():
+    q = torch.zeros(500, 2, 4, requires_grad=True)
+    pressure = TemperaturePressure()
+    pressure.follow(q).sum().backward()
+    assert len(repr(pressure).splitlines()) == 19
+    assert repr(pressure).splitlines()[2].split() == ["0", "0", "as", "it", "is"]
+    meta = torch.zeros(3, 2, 4, device="meta", requires_grad=True)
+    pressure = TemperaturePressure()
+    pressure.follow(meta).sum().backward()
+    assert repr(pressure) == "TemperaturePressure of 3 heads after a backward pass on meta, without numbers"

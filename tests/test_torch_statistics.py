@@ -11,6 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import sqrtdk.torch  # noqa: E402
 from sqrtdk import AttentionStatistics, HeadSummary, SqrtdkError, attention, theory  # noqa: E402
 from sqrtdk.statistics import ROW_FIELDS, ROW_STATISTICS, SUMMARISED, Sample  # noqa: E402
 
@@ -180,3 +181,26 @@ def test_numpy_statistics_do_not_load_torch():
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_tensors_show_the_numbers_of_numpy():
+    q, k, v = np.random.default_rng(0).standard_normal((3, 2, 3, 9, 4))
+    arrays = attention(q, k, v, causal=True)
+    tensors = sqrtdk.torch.attention(*map(torch.from_numpy, (q, k, v)), causal=True)
+    assert repr(tensors) == repr(arrays).replace("[2, 3, 9]\n", "[2, 3, 9], tensors on cpu\n")
+    assert "tensors on cpu" in tensors._repr_html_()
+
+
+def test_tensors_without_numbers_show_their_shapes():
+    counts, numbers = blocks_of(rows_in_numpy(), device="meta")
+    shown = repr(AttentionStatistics.from_blocks(counts, numbers))
+    assert shown == "AttentionStatistics of rows [2, 3, 9], tensors on meta, without numbers"
+    seen = []
+
+    def look(q):
+        result = sqrtdk.torch.attention(q, q, q)
+        seen.append(repr(result))
+        return result.output
+
+    torch.func.vmap(look)(torch.ones(5, 3, 9, 4))
+    assert "AttentionStatistics of rows [3, 9], tensors on cpu, without numbers" in seen[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from html import escape
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy.typing as npt
 from sqrtdk import backends
 from sqrtdk.arguments import ScaleLike, Window, as_float_array, validate
 from sqrtdk.call import Call, Forward, Slopes, Wanted
+from sqrtdk.display import Table, describe_array
 from sqrtdk.engines import Engine, choose
 from sqrtdk.engines.kernel import KERNEL
 from sqrtdk.engines.reference import REFERENCE
@@ -39,6 +41,19 @@ class Attention(_Triple):
         result.engine = self.engine
         return result
 
+    def __repr__(self) -> str:
+        return self._say_shapes() if self.statistics is None else f"{self._say_shapes()}\n{self.statistics!r}"
+
+    def _repr_html_(self) -> str:
+        statistics = "" if self.statistics is None else self.statistics._repr_html_()
+        return f"<div>{escape(self._say_shapes())}</div>{statistics}"
+
+    def _say_shapes(self) -> str:
+        weights = "no weights" if self.weights is None else f"weights {describe_array(self.weights)}"
+        statistics = "no statistics" if self.statistics is None else "statistics"
+        by = "" if self.engine is None else f", by {self.engine}"
+        return f"Attention: output {describe_array(self.output)}, {statistics}, {weights}{by}"
+
 
 class Gradients(NamedTuple):
     """What `attention_gradients` returns: gradients shaped as q, k and v, of the scale per row `[..., H, L]`,
@@ -49,6 +64,16 @@ class Gradients(NamedTuple):
     value: Array
     scale: Array
     sinks: Array | None
+
+    def __repr__(self) -> str:
+        return self._table().as_text()
+
+    def _repr_html_(self) -> str:
+        return self._table().as_html()
+
+    def _table(self) -> Table:
+        parts = [(name, "none" if part is None else describe_array(part)) for name, part in self._asdict().items()]
+        return Table("Gradients(query, key, value, scale, sinks)", ("", ""), parts, left=2)
 
 
 def attention(

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
+from sqrtdk.display import Shown, Table, count
 from sqrtdk.errors import InvalidTypeError, InvalidValueError, unknown_name
 from sqrtdk.theory import namespace_of, saturation_index
 
@@ -57,8 +58,8 @@ def _axes(axis: int | tuple[int, ...] | None, rank: int) -> tuple[int, ...]:
     return places
 
 
-@dataclass(frozen=True, eq=False)
-class AttentionStatistics:
+@dataclass(frozen=True, eq=False, repr=False)
+class AttentionStatistics(Shown):
     """Per-row statistics of attention, arrays `[..., H, L]`, float64 (counts and indices int64).
 
     The fields are NumPy arrays or torch tensors; the derived numbers are of the same kind, on the same device.
@@ -159,15 +160,44 @@ class AttentionStatistics:
             raise unknown_name("row statistic", name, list(ROW_STATISTICS))
         over = _axes(axis, len(self.shape))
         xp = self._namespace
-        values = xp.asarray(getattr(self, name), dtype=self.entropy.dtype)
-        counted = xp.isfinite(values)
-        if name != "visible_keys":
-            counted = counted & (self.visible_keys > 0)
+        values, counted = self._counted(name)
         count, total = xp.asarray(counted, dtype=xp.int64), xp.where(counted, values, 0.0)
         if over:  # torch would take no axis for all
             count, total = count.sum(axis=over), total.sum(axis=over)
         # Indexed by nothing: NumPy's number instead of an array without axes; a tensor stays what it is.
         return _array(xp.where(count > 0, total / xp.clip(count, 1, None), xp.nan)[()])
+
+    def _counted(self, name: str) -> tuple[Array, Array]:
+        """The values of a row statistic in the precision of the floats, and which rows have one."""
+        xp = self._namespace
+        values = xp.asarray(getattr(self, name), dtype=self.entropy.dtype)
+        counted = xp.isfinite(values)
+        return values, counted if name == "visible_keys" else counted & (self.visible_keys > 0)
+
+    def _table(self) -> Table:
+        title = f"AttentionStatistics of rows {list(self.shape)}"
+        device = getattr(self.visible_keys, "device", "cpu")
+        if self._namespace is not np:
+            title += f", tensors on {device}"
+        if self.sample is not None:
+            title += f", a sample of {self.shape[-1]} of {self.sample.rows} query positions"
+        try:
+            rows = [self._describe(name) for name in _OVERVIEW]
+        except RuntimeError:  # a tensor without numbers: on the device meta, or inside a transform
+            return Table(title + ", without numbers", ("",), [])
+        return Table(title, ("", "mean", "least", "largest", "rows counted"), rows, left=1)
+
+    def _describe(self, name: str) -> tuple[str, ...]:
+        """A line of the overview; of a sample the extremes are bounds."""
+        xp = self._namespace
+        values, counted = self._counted(name)
+        rows = int(counted.sum())
+        if not rows:
+            return name, "-", "-", "-", "0"
+        below, above = ("", "") if self.sample is None or self.shape[-1] >= self.sample.rows else ("≤ ", "≥ ")
+        least, largest = xp.where(counted, values, xp.inf).min(), xp.where(counted, values, -xp.inf).max()
+        mean = float(self.mean(name))
+        return name, f"{mean:.3g}", f"{below}{float(least):.3g}", f"{above}{float(largest):.3g}", str(rows)
 
     def numpy(self) -> AttentionStatistics:
         """The same rows as NumPy arrays on the host, without gradients; rows that are NumPy arrays come back as is."""
@@ -272,6 +302,9 @@ ROW_STATISTICS = (
 )
 """Every number of a row: the fields and what is derived from them."""
 
+# What is shown of many rows.
+_OVERVIEW = ("entropy_ratio", "saturation_index", "effective_keys", "max_weight", "max_logit", "visible_keys")
+
 SUMMARISED = (
     "entropy",
     "entropy_ratio",
@@ -297,8 +330,8 @@ _DECADES = np.geomspace(1e-3, 1e9, 12 * 80 + 1)
 BIN_EDGES = np.concatenate([-_DECADES[::-1], _DECADES])
 
 
-@dataclass(frozen=True)
-class Moments:
+@dataclass(frozen=True, eq=False, repr=False)
+class Moments(Shown):
     """Count, mean, sum of squared deviations, least, largest and histogram of one statistic, one entry per head `[H]`.
 
     Rows whose value is NaN or infinite are not in it; `left_out` counts them. Without rows the mean is NaN, the least
@@ -362,6 +395,22 @@ class Moments:
         """Population variance per head; NaN without rows."""
         return np.where(self.count > 0, self.m2 / np.maximum(self.count, 1), np.nan)
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Moments):
+            return NotImplemented
+        return all(_are_same(getattr(self, item.name), getattr(other, item.name)) for item in fields(self))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _table(self) -> Table:
+        columns = [self.mean, np.sqrt(self.variance), self.least, self.largest]
+        rows = [
+            (str(head), str(seen), str(left_out), *(f"{number[head]:.3g}" if seen else "-" for number in columns))
+            for head, (seen, left_out) in enumerate(zip(self.count, self.left_out, strict=True))
+        ]
+        names = ("head", "rows", "left out", "mean", "deviation", "least", "largest")
+        return Table(f"Moments of {count(len(rows), 'head')}", names, rows)
+
     def quantile(self, probability: float) -> Array:
         """A quantile per head from the histogram, to 3% of a value up to 1e9 (1e-3 near zero); NaN without rows."""
         if not 0.0 <= probability <= 1.0:
@@ -376,8 +425,8 @@ class Moments:
         return np.asarray(low + 0.5 * (high - low))
 
 
-@dataclass(frozen=True, repr=False)
-class HeadSummary:
+@dataclass(frozen=True, eq=False, repr=False)
+class HeadSummary(Shown):
     """Row statistics added up per head; summaries of batches or ranks merge into the summary of the whole.
 
     `rows_seen` of `rows_in_all` rows per head `[H]` are in it. Of a sample the means estimate those of all rows, but
@@ -469,16 +518,22 @@ class HeadSummary:
             raise unknown_name("row statistic", name, list(self.moments))
         return self.moments[name]
 
-    def __repr__(self) -> str:
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, HeadSummary):
+            return NotImplemented
+        rows = ((self.rows_seen, other.rows_seen), (self.rows_in_all, other.rows_in_all))
+        return self.moments == other.moments and all(_are_same(one, two) for one, two in rows)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _table(self) -> Table:
         seen, in_all = int(self.rows_seen.max(initial=0)), int(self.rows_in_all.max(initial=0))
-        lines = [
-            f"HeadSummary: {self.heads} heads, {seen} of {in_all} rows each",
-            f"head  {'  '.join(_SHOWN)}  largest logit",
+        rows = [
+            (str(head), *(f"{self[name].mean[head]:.3g}" for name in _SHOWN), largest)
+            for head, largest in enumerate(self.write_largest("max_logit"))
         ]
-        for head, largest in enumerate(self.write_largest("max_logit")):
-            means = "  ".join(f"{self[name].mean[head]:>{len(name)}.3g}" for name in _SHOWN)
-            lines.append(f"{head:>4}  {means}  {largest:>13}")
-        return "\n".join(lines)
+        title = f"HeadSummary: {count(self.heads, 'head')}, {seen} of {in_all} rows each"
+        return Table(title, ("head", *_SHOWN, "largest logit"), rows)
 
 
 # What the printed table shows the mean of.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sqrtdk.display import Shown, Table, count
 from sqrtdk.errors import InvalidTypeError, InvalidValueError
 
 # Backward runs one thread per device; a lock per object could not be copied or pickled with a model.
@@ -17,7 +18,11 @@ _adding = threading.Lock()
 _BLOCK = 1 << 22
 
 
-class TemperaturePressure:
+# By whether the pressure is positive and whether it is negative.
+_WANTS = {(True, False): "softer", (False, True): "sharper", (False, False): "as it is"}
+
+
+class TemperaturePressure(Shown):
     """∂loss/∂log scale per head, at no extra pass: ⟨q, ∂loss/∂q⟩ over rows and features.
 
     The scores are scale·q·k, so making q longer by a factor is making the scale larger by it. A pressure p < 0 means
@@ -42,6 +47,10 @@ class TemperaturePressure:
     >>> (2 * pressure.follow(q)).sum().backward()
     >>> pressure.per_head
     tensor([6.], dtype=torch.float64)
+    >>> pressure
+    TemperaturePressure of 1 head after 1 backward pass
+    head  pressure  the loss wants it
+       0         6             softer
     """
 
     def __init__(self, scaler: Any = None) -> None:
@@ -71,6 +80,19 @@ class TemperaturePressure:
     def overflows(self) -> int:
         """How many were left out because a gradient was infinite or NaN, as in the steps a GradScaler skips."""
         return 0 if self._overflows is None else int(self._overflows)
+
+    def _table(self) -> Table:
+        if self._sum is None:
+            return Table("TemperaturePressure before any backward pass", ("",), [])
+        title = f"TemperaturePressure of {count(len(self._sum), 'head')} after "
+        try:
+            rows = [(str(head), f"{p:.3g}", _WANTS[p > 0, p < 0]) for head, p in enumerate(self._sum.tolist())]
+        except RuntimeError:  # a tensor without numbers
+            return Table(title + f"a backward pass on {self._sum.device}, without numbers", ("",), [])
+        title += count(self.passes, "backward pass")
+        if self.overflows:
+            title += f", {self.overflows} more left out: gradients not finite"
+        return Table(title, ("head", "pressure", "the loss wants it"), rows)
 
     def follow(self, q: Tensor) -> Tensor:
         """An alias of q `[..., H, L, D]` (or `[L, D]`, one head) for the product q·k; its gradient is recorded.

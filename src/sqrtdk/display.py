@@ -1,0 +1,99 @@
+"""A record as a short table: text for `print`, HTML for a notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import Any, NamedTuple
+
+# Lines of a table before its middle is left out.
+MOST_ROWS = 16
+
+_LEFT_OUT = "…"
+
+
+class Table(NamedTuple):
+    """A title, the names of columns and rows of cells, all text; the first `left` columns stand left, the rest right.
+
+    >>> print(Table("squares", ("n", "n²"), [(str(n), str(n * n)) for n in range(100)]).as_text(most=4))
+    squares
+     n    n²
+     0     0
+     1     1
+     …     …
+    98  9604
+    99  9801
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    left: int = 0
+
+    def as_text(self, most: int = MOST_ROWS) -> str:
+        """Aligned lines, the title first; of more than `most` rows the middle is left out."""
+        rows = ([self.columns] if any(self.columns) else []) + self._shorten(most)
+        widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(
+                cell.ljust(width) if at < self.left else cell.rjust(width)
+                for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in rows
+        ]
+        return "\n".join([self.title, *lines])
+
+    def as_html(self, most: int = MOST_ROWS) -> str:
+        """The same as a table that brings its own style and no colours: it takes those of the page, light or dark."""
+        head = self._html_row("th", self.columns, "border-bottom:1px solid;") if any(self.columns) else ""
+        body = "".join(self._html_row("td", row) for row in self._shorten(most))
+        style = "border-collapse:collapse;font-variant-numeric:tabular-nums"
+        return f'<div><div>{escape(self.title)}</div><table style="{style}">{head}{body}</table></div>'
+
+    def _shorten(self, most: int) -> list[tuple[str, ...]]:
+        rows = list(self.rows)
+        if len(rows) <= most:
+            return rows
+        return [*rows[: most - most // 2], (_LEFT_OUT,) * len(self.columns), *rows[len(rows) - most // 2 :]]
+
+    def _html_row(self, tag: str, cells: Sequence[str], style: str = "") -> str:
+        aligned = (
+            f'<{tag} style="text-align:{"left" if at < self.left else "right"};padding:.1em .6em;{style}">'
+            f"{escape(cell)}</{tag}>"
+            for at, cell in enumerate(cells)
+        )
+        return f"<tr>{''.join(aligned)}</tr>"
+
+
+class Shown:
+    """Shows itself as a table, wherever it is printed or is the last line of a notebook's cell."""
+
+    def _table(self) -> Table:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return self._table().as_text()
+
+    def _repr_html_(self) -> str:
+        return self._table().as_html()
+
+
+def describe_array(array: Any) -> str:
+    """Dtype and shape of an array, and where a tensor is.
+
+    >>> import numpy as np
+    >>> describe_array(np.zeros((2, 3)))
+    'float64 [2, 3]'
+    """
+    device = getattr(array, "device", "cpu")
+    where = "" if str(device) == "cpu" else f" on {device}"
+    return f"{str(array.dtype).removeprefix('torch.')} {list(array.shape)}{where}"
+
+
+def count(number: int, noun: str) -> str:
+    """A number with its noun.
+
+    >>> count(1, "head"), count(2, "backward pass")
+    ('1 head', '2 backward passes')
+    """
+    return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith("s") else "s")

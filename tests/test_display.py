@@ -1,0 +1,115 @@
+"""What `print` and a notebook show of a result: few lines, whatever its size, in plain text and in HTML."""
+
+import html.parser
+import re
+
+import numpy as np
+import pytest
+
+from rows_of_noise import statistics_of_noise, take
+from sqrtdk import Attention, Gradients, HeadSummary, attention, attention_gradients
+from sqrtdk.display import MOST_ROWS, Table
+
+q, k, v = np.random.default_rng(0).standard_normal((3, 2, 40, 64, 8)).astype(np.float32)
+
+SHOWN = {
+    "attention": lambda: attention(q, k, v, causal=True, weights=True),
+    "statistics": lambda: attention(q, k, v, causal=True).statistics,
+    "summary": lambda: HeadSummary.of(attention(q, k, v, causal=True).statistics),
+    "moments": lambda: HeadSummary.of(attention(q, k, v, causal=True).statistics)["entropy"],
+    "gradients": lambda: attention_gradients(q, k, v, q),
+}
+
+
+class Reader(html.parser.HTMLParser):
+    """Tags and texts of a fragment; complains about tags that are not closed."""
+
+    def __init__(self, fragment):
+        super().__init__()
+        self.open, self.tags, self.texts = [], [], []
+        self.feed(fragment)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.open.append(tag)
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_result_of_any_size_is_a_few_lines(name):
+    lines = repr(SHOWN[name]()).splitlines()
+    assert 1 < len(lines) <= MOST_ROWS + 3
+    assert max(map(len, lines)) <= 100
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_html_says_what_the_text_says(name):
+    shown = SHOWN[name]()
+    reader = Reader(shown._repr_html_())
+    assert re.sub(r"\s+", "", "".join(reader.texts)) == re.sub(r"\s+", "", repr(shown))
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_html_needs_nothing_and_takes_the_colours_of_the_page(name):
+    fragment = SHOWN[name]()._repr_html_()
+    assert {tag for tag, _ in Reader(fragment).tags} <= {"div", "table", "tr", "th", "td"}
+    assert not re.search(r"color|background|https?:|url\(|#[0-9a-f]{3}|src=|class=", fragment)
+
+
+def test_markup_in_a_cell_is_text():
+    table = Table("<b>&", ("<i>",), [("<script>alert('x')</script>",)])
+    assert Reader(table.as_html()).texts == ["<b>&", "<i>", "<script>alert('x')</script>"]
+    assert "<script>" not in table.as_html()
+
+
+@pytest.mark.parametrize("heads", [MOST_ROWS, MOST_ROWS + 1, 500])
+def test_of_many_heads_the_middle_is_left_out(heads):
+    rows = attention(*np.zeros((3, heads, 2, 4))).statistics
+    lines = repr(HeadSummary.of(rows)).splitlines()
+    shown = [line.split()[0] for line in lines[2:]]
+    first, last = [str(head) for head in range(8)], [str(head) for head in range(heads - 8, heads)]
+    assert shown == (first + last if heads == MOST_ROWS else [*first, "…", *last])
+    assert lines[0] == f"HeadSummary: {heads} heads, 2 of 2 rows each"
+
+
+def test_the_overview_has_the_numbers_of_the_rows():
+    rows = statistics_of_noise(0, 2, 9)
+    assert repr(rows).splitlines()[0] == "AttentionStatistics of rows [2, 3, 9]"
+    shown = {line.split()[0]: line.split()[1:] for line in repr(rows).splitlines()[2:]}
+    ratio = rows.entropy_ratio[..., 1:]  # the first row sees one key
+    assert shown["entropy_ratio"] == [f"{x:.3g}" for x in (ratio.mean(), ratio.min(), ratio.max())] + ["48"]
+    logit = rows.max_logit
+    assert shown["max_logit"] == [f"{x:.3g}" for x in (logit.mean(), logit.min(), logit.max())] + ["54"]
+
+
+def test_extremes_of_a_sample_are_bounds():
+    some = take(statistics_of_noise(0, 2, 9), [1, 4, 7])
+    lines = repr(some).splitlines()
+    assert lines[0] == "AttentionStatistics of rows [2, 3, 3], a sample of 3 of 9 query positions"
+    assert all(line.count("≥") == line.count("≤") == 1 for line in lines[2:])
+    assert "≥" not in repr(take(statistics_of_noise(0, 2, 3), [0, 1, 2]))
+
+
+def test_results_without_rows_or_statistics_are_shown_too():
+    nothing = attention(np.zeros((2, 0, 4)), np.zeros((2, 3, 4)), np.zeros((2, 3, 4)))
+    assert repr(nothing.statistics).splitlines()[2].split() == ["entropy_ratio", "-", "-", "-", "0"]
+    assert Reader(nothing._repr_html_()).texts
+    plain = attention(q, k, v, statistics=False)
+    assert repr(plain) == "Attention: output float32 [2, 40, 64, 8], no statistics, no weights"
+    assert Reader(plain._repr_html_()).texts == [repr(plain)]
+    assert "1 head," in repr(HeadSummary.of(attention(*np.zeros((3, 2, 4))).statistics))
+
+
+def test_results_stay_tuples():
+    output, statistics, weights = result = attention(q, k, v)
+    assert isinstance(result, Attention)
+    assert (output is result.output, statistics is result.statistics, weights) == (True, True, None)
+    assert len(result) == 3
+    assert len(attention_gradients(q, k, v, q)) == len(Gradients._fields) == 5
