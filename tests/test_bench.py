@@ -9,7 +9,7 @@ import pytest
 import sqrtdk
 from bench_machine import BAD, FULL, GOOD, Script, measured
 from sqrtdk import backends
-from sqrtdk.bench import benchmark, contender, memory, run_benchmark, suites, summary, timing, write_raw
+from sqrtdk.bench import benchmark, contender, memory, run_benchmark, suites, tabulation, timing, write_raw
 from sqrtdk.bench.cases import Case
 from sqrtdk.bench.contender import Contender, NotForThisCaseError
 from sqrtdk.bench.contenders import find_contender
@@ -118,10 +118,10 @@ def test_a_machine_that_stays_slow_gives_no_number(clock):
     assert len(found.seconds["peer"]) == 12
     assert found.ratio("sqrtdk", "peer", best, rng()) == (None, None, None)
     assert found.median_seconds("peer", best) is None
-    (row,) = summary.tabulate_ratios([found], best, rng())
+    (row,) = tabulation.tabulate_ratios([found], best, rng())
     assert row["outcome"] == "too few good rounds"
     assert row["rejected"] == 12
-    assert "Too few good rounds for a number, so none is given: full." in summary.read_tables(tables([found]), "CPU")
+    assert "Too few good rounds for a number, so none is given: full." in tabulation.read_tables(tables([found]), "CPU")
 
 
 def test_who_is_wrong_or_fails_is_left_out_by_name(clock):
@@ -146,7 +146,7 @@ def test_who_is_wrong_or_fails_is_left_out_by_name(clock):
         "broken": "OSError: no such library",
         "limited": "no windows",
     }
-    rows = summary.tabulate_left_out({"jax": "not installed: jax"}, [found])
+    rows = tabulation.tabulate_left_out({"jax": "not installed: jax"}, [found])
     assert [row["contender"] for row in rows] == ["jax", "wrong", "NaN", "broken", "limited"]
     with pytest.raises(OSError, match="no such"):
         timing.measure(FULL, [Contender("sqrtdk", (), fail, Answer)], Script(GOOD), rounds=5, threads=1, rng=rng())
@@ -179,10 +179,10 @@ def test_the_kernel_probes_itself():
 def tables(found, peaks=()):
     best = best_of([probe for one in found for probe in one.probes])
     return {
-        "ratios": summary.tabulate_ratios(found, best, rng()),
-        "timings": summary.tabulate_timings(found, best),
-        "memory": summary.tabulate_memory(peaks),
-        "left_out": summary.tabulate_left_out({}, found),
+        "ratios": tabulation.tabulate_ratios(found, best, rng()),
+        "timings": tabulation.tabulate_timings(found, best),
+        "memory": tabulation.tabulate_memory(peaks),
+        "left_out": tabulation.tabulate_left_out({}, found),
     }
 
 
@@ -192,7 +192,7 @@ def test_losses_are_said():
     content = tables([slow])
     assert content["ratios"][0]["outcome"] == "slower"
     assert content["ratios"][0]["ratio"] == pytest.approx(0.5)
-    reading = summary.read_tables(content, "CPU")
+    reading = tabulation.read_tables(content, "CPU")
     assert reading[0].startswith("CPU: sqrtdk is 0.50 times as fast as torch SDPA")
     assert "Slower than a peer: full, sqrtdk against torch SDPA (0.50)." in reading
 
@@ -206,7 +206,7 @@ def test_ratios_are_paired_within_rounds():
 def test_every_ratio_has_both_errors_beside_it():
     found = measured({"sqrtdk": [1.0] * 5, "sqrtdk with statistics": [1.0] * 5, "a": [1.0] * 5, "b": [1.0] * 5})
     found.error = {"sqrtdk": 1e-8, "sqrtdk with statistics": 2e-8, "a": 3e-8, "b": 4e-8}
-    rows = summary.tabulate_ratios([found], GOOD, rng())
+    rows = tabulation.tabulate_ratios([found], GOOD, rng())
     assert [(row["error"], row["peer_error"]) for row in rows] == [
         (1e-8, 3e-8),
         (1e-8, 4e-8),
@@ -219,17 +219,17 @@ def test_shares_are_of_the_probes_in_the_same_round():
     case = Case("square", "case", 1, 1, 10, 5)  # 1000 multiply-adds
     rates = [Probe(1000.0, 500.0, None)] * 6
     found = measured({"sqrtdk": [2.0] * 5}, rates, case)
-    (row,) = summary.tabulate_timings([found], rates[0])
+    (row,) = tabulation.tabulate_timings([found], rates[0])
     assert (row["share_of_peak"], row["share_of_gemm"], row["share_of_reading"]) == (0.5, 1.0, None)
     decode = Case("real", "decode", 1, 1, 1, 5, keys=25, bound_by_reading=True)  # 1000 bytes
     found = measured({"sqrtdk": [2.0] * 5}, [Probe(1.0, 1.0, 1000.0)] * 6, decode)
-    (row,) = summary.tabulate_timings([found], found.probes[0])
+    (row,) = tabulation.tabulate_timings([found], found.probes[0])
     assert (row["share_of_peak"], row["share_of_gemm"], row["share_of_reading"]) == (None, None, 0.5)
 
 
 def test_costs_are_percent_of_the_time_without():
     seconds = {"sqrtdk": [1.0] * 5, "sqrtdk with statistics": [1.05] * 5, "sqrtdk without the mask": [0.8] * 5}
-    rows = summary.tabulate_costs([measured(seconds)], GOOD, rng())
+    rows = tabulation.tabulate_costs([measured(seconds)], GOOD, rng())
     assert {row["cost_of"]: round(row["percent"], 6) for row in rows} == {"all statistics": 5.0, "a boolean mask": 25.0}
 
 
@@ -242,7 +242,7 @@ def test_growth_finds_the_power():
     wide = Case("growth", "wide", 1, 1, 2048, 8, causal=True, window=256)
     found.append(measured({"sqrtdk": [256.0 * 2048] * 5}, case=wide))
     peaks = [memory.Peak("n×n in NumPy", n, 4 * n * n) for n in (1024, 2048)]
-    rows = summary.tabulate_growth(found, peaks, GOOD, rng())
+    rows = tabulation.tabulate_growth(found, peaks, GOOD, rng())
     assert [(row["what"], row["grows_with"], round(row["power"], 6)) for row in rows] == [
         ("time, full", "N", 2.0),
         ("time, window", "N", 1.0),
@@ -250,7 +250,7 @@ def test_growth_finds_the_power():
         ("memory, full", "N", 2.0),
     ]
     assert rows[0]["low"] == pytest.approx(2.0)
-    (full, window) = summary.trace_growth(found, GOOD)
+    (full, window) = tabulation.trace_growth(found, GOOD)
     assert full["n"] == window["n"] == [512, 1024, 2048]
 
 
@@ -281,7 +281,7 @@ def test_memory_says_why_there_is_no_number(monkeypatch):
     assert found.why_not == "needs about 24 GiB, more than is free"
     monkeypatch.setattr(memory, "_can_reset", lambda: False)
     assert "cannot be read" in memory.measure_peak(find_contender("sqrtdk"), 8, 1).why_not
-    (row, _) = summary.tabulate_memory([found, found])
+    (row, _) = tabulation.tabulate_memory([found, found])
     assert row["mebibytes"] is None
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from bench_machine import GOOD, Script, measured
 from sqrtdk import backends
-from sqrtdk.bench import suites, summary, timing
+from sqrtdk.bench import suites, tabulation, timing
 from sqrtdk.bench.cases import Case
 from sqrtdk.bench.contenders import find_contender
 from sqrtdk.bench.tensors import BackwardCase
@@ -137,15 +137,15 @@ def test_backward_counts_seven_products():
 def test_ratios_say_what_the_errors_are_of():
     forward = measured({"sqrtdk.torch": [1.0] * 5, "sqrtdk.torch with statistics": [1.1] * 5, "torch SDPA": [2.0] * 5})
     backward = measured({BOTH[0]: [1.0] * 5, BOTH[1]: [0.5] * 5}, case=CASES[0])
-    rows = summary.tabulate_ratios([forward, backward], GOOD, rng())
+    rows = tabulation.tabulate_ratios([forward, backward], GOOD, rng())
     assert [(row["subject"], row["peer"], row["ratio"], row["error_of"]) for row in rows] == [
         ("sqrtdk.torch", "torch SDPA", 2.0, "output"),
         ("sqrtdk.torch with statistics", "torch SDPA", pytest.approx(2.0 / 1.1), "output"),
         (*BOTH, 0.5, "gradients, relative"),
     ]
-    (cost,) = summary.tabulate_costs([forward], GOOD, rng())
+    (cost,) = tabulation.tabulate_costs([forward], GOOD, rng())
     assert (cost["cost_of"], round(cost["percent"], 6)) == ("all statistics, tensors", 10.0)
-    assert [row["error_of"] for row in summary.tabulate_timings([backward], GOOD)] == ["gradients, relative"] * 2
+    assert [row["error_of"] for row in tabulation.tabulate_timings([backward], GOOD)] == ["gradients, relative"] * 2
 
 
 def test_gradients_have_their_own_panel():

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from sqrtdk import backends
-from sqrtdk.bench import summary
+from sqrtdk.bench import tabulation
 from sqrtdk.bench.contender import Contender
 from sqrtdk.bench.contenders import find_contender, peer_versions
 from sqrtdk.bench.memory import Peak, measure_peak
@@ -194,12 +194,12 @@ def _make_record(
     best = best_of(probes)
     rng = np.random.default_rng(spec["seed"])
     tables = {
-        "ratios": summary.tabulate_ratios(found, best, rng),
-        "timings": summary.tabulate_timings(found, best),
-        "costs": summary.tabulate_costs(found, best, rng),
-        "growth": summary.tabulate_growth(found, peaks, best, rng),
-        "memory": summary.tabulate_memory(peaks),
-        "left_out": summary.tabulate_left_out(missing, found),
+        "ratios": tabulation.tabulate_ratios(found, best, rng),
+        "timings": tabulation.tabulate_timings(found, best),
+        "costs": tabulation.tabulate_costs(found, best, rng),
+        "growth": tabulation.tabulate_growth(found, peaks, best, rng),
+        "memory": tabulation.tabulate_memory(peaks),
+        "left_out": tabulation.tabulate_left_out(missing, found),
     }
     curves = {
         "cases": [
@@ -214,9 +214,9 @@ def _make_record(
             }
             for one in found
         ],
-        "growth": summary.trace_growth(found, best),
+        "growth": tabulation.trace_growth(found, best),
         "probes": [probe._asdict() for probe in probes],
         "best_probe": best._asdict(),
     }
     about = f"{spec['cpu']}, {spec['backend']}, {spec['threads']} threads, float32"
-    return Record("bench", spec, tables, curves, summary.read_tables(tables, about))
+    return Record("bench", spec, tables, curves, tabulation.read_tables(tables, about))

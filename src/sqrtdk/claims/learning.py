@@ -8,7 +8,7 @@ from typing import Any
 from sqrtdk.claims.claim import Effort, Finding, Verdict, claim
 from sqrtdk.errors import SqrtdkError
 from sqrtdk.lab import AblationSpec, RunSpec, ablate, swap_scale
-from sqrtdk.lab.summary import or_infinite
+from sqrtdk.lab.outcomes import or_infinite
 from sqrtdk.records import Record
 
 LEARNING_RATES = (3e-4, 1e-3, 3e-3)

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sqrtdk.lab.outcomes import choose_best, compare, summarise
 from sqrtdk.lab.spec import AblationSpec
 from sqrtdk.lab.store import RunRecord, Store
-from sqrtdk.lab.summary import choose_best, compare, summarise
 from sqrtdk.lab.sweep import ProgressCallback, run_all
 from sqrtdk.lab.tasks import Task, get
 from sqrtdk.records import Record

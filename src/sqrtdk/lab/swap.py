@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from sqrtdk.lab.ablation import curves_of, show_loss
+from sqrtdk.lab.outcomes import Quartiles, finite, or_infinite, quartiles
 from sqrtdk.lab.spec import RunSpec, list_seeds
 from sqrtdk.lab.store import RunRecord, Store
-from sqrtdk.lab.summary import Quartiles, finite, or_infinite, quartiles
 from sqrtdk.lab.sweep import ProgressCallback, run_all
 from sqrtdk.lab.tasks import Task
 from sqrtdk.records import Record

@@ -1,4 +1,4 @@
-"""Summaries: medians, tests and choices by hand-made rows, and the exact test against enumeration."""
+"""Outcomes: medians, tests and choices by hand-made rows, and the exact test against enumeration."""
 
 import itertools
 import math
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sqrtdk.errors import InvalidValueError
 from sqrtdk.lab.ablation import _read
-from sqrtdk.lab.summary import choose_best, compare, quartiles, summarise, wilcoxon_p
+from sqrtdk.lab.outcomes import choose_best, compare, quartiles, summarise, wilcoxon_p
 from sqrtdk.lab.tasks import Recall
 
 
