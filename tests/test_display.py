@@ -17,6 +17,7 @@ SHOWN = {
     "statistics": lambda: attention(q, k, v, causal=True).statistics,
     "summary": lambda: HeadSummary.of(attention(q, k, v, causal=True).statistics),
     "moments": lambda: HeadSummary.of(attention(q, k, v, causal=True).statistics)["entropy"],
+    "max keys": lambda: HeadSummary.of(attention(q, k, v, causal=True).statistics).max_keys,
     "gradients": lambda: attention_gradients(q, k, v, q),
 }
 

@@ -71,6 +71,7 @@ def test_the_surface_of_the_torch_layer_is_pinned():
 
     assert sqrtdk.torch.__all__ == [
         "TemperaturePressure",
+        "all_reduce",
         "attention",
         "nn",
         "register_huggingface",

@@ -3,19 +3,21 @@
 import copy
 import dataclasses
 import pickle
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 
 from rows_of_noise import blocks_of, statistics_of_noise, take
-from sqrtdk import AttentionStatistics, SqrtdkError, attention
+from sqrtdk import AttentionStatistics, SqrtdkError, attention, backends
 from sqrtdk.statistics import ROW_FIELDS, ROW_STATISTICS, Sample
 
 
 def built_both_ways(rows):
     """The same rows as views of two blocks and from their fields."""
-    from_fields = AttentionStatistics(**{name: getattr(rows, name) for name in ROW_FIELDS}, sample=rows.sample)
-    return AttentionStatistics.from_blocks(*blocks_of(rows), sample=rows.sample), from_fields
+    marks = {"sample": rows.sample, "first_position": rows.first_position}
+    from_fields = AttentionStatistics(**{name: getattr(rows, name) for name in ROW_FIELDS}, **marks)
+    return AttentionStatistics.from_blocks(*blocks_of(rows), **marks), from_fields
 
 
 def blind_rows():
@@ -67,7 +69,7 @@ def test_every_row_statistic_has_a_mean():
     derived = {
         name for name, item in vars(AttentionStatistics).items() if isinstance(item, property) and name[0] != "_"
     }
-    assert set(ROW_STATISTICS) == {*ROW_FIELDS, *derived} - {"shape"}
+    assert set(ROW_STATISTICS) == {*ROW_FIELDS, *derived} - {"shape", "positions"}
 
 
 def test_a_wrong_mean_says_what_is_meant():
@@ -98,6 +100,7 @@ def test_copies_keep_everything(way):
         assert other == rows
         assert other.sample.positions.tolist() == [0, 2, 5]
         assert other.sample.rows == 6
+        assert other.first_position == 0
         assert other.mean("entropy") == pytest.approx(rows.mean("entropy"), rel=1e-14)
     softer = dataclasses.replace(rows, entropy=rows.entropy + 1)
     assert softer.sample is rows.sample
@@ -121,6 +124,7 @@ def test_rows_are_equal_if_all_their_bits_are():
     assert dataclasses.replace(rows, sink_weight=-rows.sink_weight) != rows  # −0
     assert dataclasses.replace(rows, entropy=rows.entropy.astype(np.float32)) != rows
     assert dataclasses.replace(rows, entropy=rows.entropy[:1]) != rows
+    assert dataclasses.replace(rows, first_position=1) != rows
     assert AttentionStatistics.from_blocks(*(block[..., :0] for block in blocks_of(rows))) != rows
     with pytest.raises(TypeError, match="unhashable"):
         hash(rows)
@@ -142,3 +146,26 @@ def test_a_sample_tells_its_positions_and_how_many_rows_there_are():
     assert some.sample.rows == 8
     np.testing.assert_array_equal(some.entropy_ratio, rows.entropy_ratio[..., [1, 4, 6]])
     assert rows.numpy() is rows
+
+
+@pytest.mark.parametrize("backend", [backends.REFERENCE, None])
+def test_rows_know_their_positions_where_queries_and_keys_share_them(backend):
+    q, k = np.ones((2, 3, 4)), np.ones((2, 7, 4))
+
+    def first_position(queries, **options):
+        return attention(queries, k, k, **options).statistics.first_position
+
+    with backends.use(backend) if backend else nullcontext():
+        assert first_position(k) == first_position(k, causal=True) == 0
+        assert first_position(q, causal=True, causal_offset=4) == 4
+        assert first_position(q, window=(1, 1), causal_offset=-2) == -2
+        assert first_position(q) is first_position(q, mask=np.ones((3, 7), bool)) is None
+        assert first_position(np.ones((2, 0, 4)), causal=True, causal_offset=5) == 5
+
+
+def test_positions_are_those_of_the_rows():
+    rows = dataclasses.replace(statistics_of_noise(0, 2, 5), first_position=-3)
+    assert rows.positions.tolist() == [-3, -2, -1, 0, 1]
+    assert rows.positions.dtype == np.int64
+    assert take(rows, [1, 4]).positions.tolist() == [-2, 1]
+    assert dataclasses.replace(rows, first_position=None).positions is None

@@ -10,27 +10,20 @@ from hypothesis import strategies as st
 
 from rows_of_noise import statistics_of_noise, take
 from sqrtdk import AttentionStatistics, HeadSummary, SqrtdkError, attention
-from sqrtdk.statistics import BIN_EDGES, ROW_FIELDS, SUMMARISED, Moments
+from sqrtdk.statistics import ROW_FIELDS
+from sqrtdk.summary import BIN_EDGES, FARTHEST, SUMMARISED, Moments
 
 
-def join(parts):
-    """Rows of several batches as one `AttentionStatistics`."""
-    return AttentionStatistics(**{name: np.concatenate([getattr(p, name) for p in parts]) for name in ROW_FIELDS})
+def entries_of(rows, at):
+    """The rows of some batch entries."""
+    return dataclasses.replace(rows, **{name: getattr(rows, name)[at] for name in ROW_FIELDS})
 
 
-@settings(deadline=None, max_examples=25, derandomize=True)
-@given(
-    sizes=st.lists(st.integers(0, 4), min_size=2, max_size=5),
-    queries=st.integers(1, 6),
-    sharpness=st.sampled_from([0.0, 0.1, 1.0, 30.0]),
-)
-def test_merged_summaries_equal_the_whole(sizes, queries, sharpness):
-    parts = [statistics_of_noise(seed, size, queries, sharpness) for seed, size in enumerate(sizes)]
-    whole = HeadSummary.of(join(parts))
-    merged = HeadSummary.of(parts[0])
-    for part in parts[1:]:
-        merged = merged.merge(HeadSummary.of(part))
-    assert tuple(whole.moments) == SUMMARISED
+def assert_is_summary_of_all(merged, whole):
+    """Counts, bins and extremes exactly, sums to 1e-12."""
+    assert tuple(whole.moments) == tuple(merged.moments) == SUMMARISED
+    for one, other in ((whole.rows_seen, merged.rows_seen), (whole.rows_in_all, merged.rows_in_all)):
+        np.testing.assert_array_equal(one, other)
     for name in SUMMARISED:
         one, other = whole[name], merged[name]
         for exact in ("count", "left_out", "histogram", "least", "largest"):
@@ -38,6 +31,28 @@ def test_merged_summaries_equal_the_whole(sizes, queries, sharpness):
         np.testing.assert_allclose(other.mean, one.mean, rtol=1e-12, atol=1e-14, err_msg=name)
         np.testing.assert_allclose(other.m2, one.m2, rtol=1e-12, atol=1e-25, err_msg=name)
         np.testing.assert_array_equal(other.quantile(0.5), one.quantile(0.5), err_msg=name)
+    np.testing.assert_array_equal(merged.max_keys.offsets, whole.max_keys.offsets)
+    np.testing.assert_array_equal(merged.max_keys.sequences, whole.max_keys.sequences)
+    np.testing.assert_allclose(merged.max_keys.share_sum, whole.max_keys.share_sum, rtol=1e-12)
+    np.testing.assert_allclose(merged.max_keys.commonest_share, whole.max_keys.commonest_share, rtol=1e-12)
+
+
+@settings(deadline=None, max_examples=40, derandomize=True)
+@given(
+    parts_of=st.lists(st.integers(0, 3), min_size=0, max_size=9),
+    queries=st.integers(0, 70),
+    sharpness=st.sampled_from([0.0, 0.1, 1.0, 30.0]),
+    order=st.permutations(range(4)),
+    balanced=st.booleans(),
+)
+def test_summaries_merge_in_any_split_and_order(parts_of, queries, sharpness, order, balanced):
+    rows = statistics_of_noise(1, len(parts_of), queries, sharpness)
+    parts = [HeadSummary.of(entries_of(rows, np.array(parts_of, int) == part)) for part in order]
+    if balanced:
+        merged = parts[0].merge(parts[1]).merge(parts[2].merge(parts[3]))
+    else:
+        merged = parts[0].merge(parts[1]).merge(parts[2]).merge(parts[3])
+    assert_is_summary_of_all(merged, HeadSummary.of(rows))
 
 
 def test_a_summary_is_the_mean_and_variance_of_each_heads_rows():
@@ -146,5 +161,85 @@ def test_summaries_are_equal_if_all_their_numbers_are():
     assert one != other
     assert one["entropy"] != other["entropy"]
     assert one != dataclasses.replace(one, rows_in_all=one.rows_in_all + 1)
+    assert one != dataclasses.replace(one, max_keys=other.max_keys)
     assert one != 3
     assert one["entropy"] != 3
+
+
+def choose(max_key, first_position=0, visible=100):
+    """Statistics `[..., H, L]` of rows whose most attended keys are given; −1 sees nothing."""
+    max_key = np.array(max_key)
+    counts = np.stack([np.where(max_key >= 0, visible, 0), max_key])
+    return AttentionStatistics.from_blocks(counts, np.zeros((11, *max_key.shape)), first_position=first_position)
+
+
+def test_offsets_are_counted_one_by_one_and_far_ones_together():
+    keys = HeadSummary.of(choose([[0, 0, 1, 2, 99, 4], [64, 66, 67, 3, 4, -1]])).max_keys
+    assert keys.offsets.shape == (2, 2 * FARTHEST + 3)
+    counted = [{at - FARTHEST - 1: int(n) for at, n in enumerate(row) if n} for row in keys.offsets]
+    assert counted == [{0: 1, -1: 4, 65: 1}, {64: 1, 65: 2, 0: 2}]
+    assert keys.rows.tolist() == [6, 5]
+    np.testing.assert_array_equal(keys.offset_share(-1), [4 / 6, 0])
+    np.testing.assert_array_equal(keys.offset_share(64), [0, 1 / 5])
+    far = HeadSummary.of(choose([[0, 0, 0]], first_position=63)).max_keys.offsets[0]
+    assert far.nonzero()[0].tolist() == [0, 1, 2]  # 65 back, 64, 63
+    assert far.sum() == 3
+
+
+def test_offsets_of_a_sample_and_of_shifted_queries_are_from_their_positions():
+    rows = choose([[1, 2, 3, 4, 5, 6]], first_position=2)
+    np.testing.assert_array_equal(HeadSummary.of(rows).max_keys.offset_share(-1), [1.0])
+    np.testing.assert_array_equal(HeadSummary.of(take(rows, [0, 3, 5])).max_keys.offset_share(-1), [1.0])
+    for distant in (2**61, -(2**61)):
+        bins = HeadSummary.of(choose([[1, 2]], first_position=distant)).max_keys.offsets[0]
+        assert bins[0 if distant > 0 else -1] == 2
+
+
+def test_without_common_positions_no_offset_is_counted():
+    keys = HeadSummary.of(choose([[1, 1, 3, -1]], first_position=None)).max_keys
+    assert keys.offsets.sum() == 0
+    assert np.isnan(keys.offset_share(0)).all()
+    np.testing.assert_array_equal(keys.commonest_share, [2 / 3])
+    q, k, v = np.random.default_rng(0).standard_normal((3, 2, 5, 4))
+    assert HeadSummary.of(attention(q[:, :3], k, v).statistics).max_keys.rows.tolist() == [0, 0]
+    assert HeadSummary.of(attention(q, k, v).statistics).max_keys.rows.tolist() == [5, 5]
+
+
+def test_the_share_of_the_commonest_key_is_per_sequence():
+    batch = [  # two sequences, two heads
+        [[0, 0, 0, 1], [2, 2, -1, 3]],
+        [[3, 3, 1, 1], [-1, -1, -1, 0]],
+    ]
+    keys = HeadSummary.of(choose(batch)).max_keys
+    assert keys.sequences.tolist() == [2, 1]  # a sequence with one row says nothing
+    np.testing.assert_allclose(keys.share_sum, [3 / 4 + 2 / 4, 2 / 3], rtol=1e-15)
+    np.testing.assert_allclose(keys.commonest_share, [5 / 8, 2 / 3], rtol=1e-15)
+    nothing = HeadSummary.of(choose([[-1, -1]])).max_keys
+    assert (nothing.sequences.tolist(), np.isnan(nothing.commonest_share).all()) == ([0], True)
+    assert "-" in repr(nothing)
+
+
+def test_rows_that_are_not_finite_have_no_most_attended_key():
+    rows = choose([[0, 1, 2]])
+    entropy = np.array([[0.0, np.nan, 0.0]])
+    keys = HeadSummary.of(dataclasses.replace(rows, entropy=entropy)).max_keys
+    assert keys.rows.tolist() == [2]
+    np.testing.assert_array_equal(keys.commonest_share, [1 / 2])
+
+
+@settings(deadline=None, max_examples=30, derandomize=True)
+@given(keys=st.lists(st.lists(st.integers(-1, 6), min_size=5, max_size=5), min_size=1, max_size=4))
+def test_shares_and_offsets_against_counting(keys):
+    found = HeadSummary.of(choose([[line] for line in keys])).max_keys
+    seen = [[key for key in line if key >= 0] for line in keys]
+    shares = [max(line.count(key) for key in line) / len(line) for line in seen if len(line) > 1]
+    assert found.share_sum[0] == pytest.approx(sum(shares), rel=1e-14)
+    apart = [key - i for line in keys for i, key in enumerate(line) if key >= 0]
+    assert [int(n) for n in found.offsets[0, 57:74]] == [apart.count(offset) for offset in range(-8, 9)]
+
+
+@pytest.mark.parametrize("offset", [65, -65, 1.0, True, "previous"])
+def test_an_offset_that_is_not_counted_apart_is_refused(offset):
+    keys = HeadSummary.of(choose([[0, 1]])).max_keys
+    with pytest.raises(SqrtdkError, match=r"offset must be an integer from -64 to 64, got "):
+        keys.offset_share(offset)

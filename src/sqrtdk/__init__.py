@@ -4,7 +4,8 @@ from sqrtdk import backends, scales, theory
 from sqrtdk.attention import Attention, Gradients, attention, attention_gradients
 from sqrtdk.engines.reference import scaled_dot_product_attention, softmax
 from sqrtdk.errors import SqrtdkError
-from sqrtdk.statistics import AttentionStatistics, HeadSummary
+from sqrtdk.statistics import AttentionStatistics
+from sqrtdk.summary import HeadSummary
 
 __all__ = [
     "Attention",

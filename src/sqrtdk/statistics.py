@@ -1,16 +1,14 @@
-"""What each number about a row of attention means, and how rows add up to a summary per head."""
+"""What each number about a row of attention means: the fields, what is derived from them, their means."""
 
 from __future__ import annotations
 
-import importlib
-import math
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from sqrtdk.display import Shown, Table, count
+from sqrtdk.display import Shown, Table
 from sqrtdk.errors import InvalidTypeError, InvalidValueError, unknown_name
 from sqrtdk.theory import namespace_of, saturation_index
 
@@ -18,7 +16,7 @@ Array = npt.NDArray[Any]
 
 
 class Sample(NamedTuple):
-    """Which rows were looked at: query positions `[n]`, int64 and ascending, out of `rows` per head."""
+    """Which rows were looked at: indices of queries `[n]`, int64 and ascending, out of `rows` per head."""
 
     positions: Array
     rows: int
@@ -33,7 +31,7 @@ def _on_host(tensor: Any, dtype: npt.DTypeLike) -> Array:
     return np.asarray(tensor if isinstance(tensor, np.ndarray) else tensor.detach().cpu().numpy(), dtype=dtype)
 
 
-def _are_same(one: Any, two: Any) -> bool:
+def same_bits(one: Any, two: Any) -> bool:
     """Whether two arrays, or two tensors on one device, are the same to the bit; any NaN is the same as any other."""
     xp = namespace_of(one)
     if xp is not namespace_of(two) or one.dtype != two.dtype or one.shape != two.shape:
@@ -72,7 +70,9 @@ class AttentionStatistics(Shown):
     largest. So 1 − Σp² and the Jacobian's norm keep their relative accuracy when the row is one-hot but for 1e-20,
     where 1 − Σp² taken from a rounded Σp² would be 0.
 
-    `sample` tells which query positions the rows are, if only some were looked at; None if the rows are all there are.
+    `sample` tells which queries the rows are, if only some were looked at; None if the rows are all there are.
+    `first_position` is the position of the first query among the keys, so that `max_key − positions` tells how far back
+    a row looks; None where queries and keys have no common positions, as in cross-attention.
 
     Two are equal if they are of one kind (arrays, or tensors on one device) and all fields are the same to the bit, NaN
     equal to NaN; like arrays they have no hash.
@@ -98,9 +98,12 @@ class AttentionStatistics(Shown):
     score_variance: Array
     sink_weight: Array
     sample: Sample | None = None
+    first_position: int | None = None
 
     @classmethod
-    def from_blocks(cls, counts: Array, numbers: Array, *, sample: Sample | None = None) -> AttentionStatistics:
+    def from_blocks(
+        cls, counts: Array, numbers: Array, *, sample: Sample | None = None, first_position: int | None = None
+    ) -> AttentionStatistics:
         """The fields in the order above as views of two blocks, int64 `[2, ...]` and float64 `[11, ...]`.
 
         A view is made when it is first asked for: thirteen of them would cost as much as a small call of the kernel.
@@ -108,6 +111,7 @@ class AttentionStatistics(Shown):
         rows = cls.__new__(cls)
         rows.__dict__["_blocks"] = (counts, numbers)
         rows.__dict__["sample"] = sample
+        rows.__dict__["first_position"] = first_position
         return rows
 
     def __getattr__(self, name: str) -> Array:
@@ -124,13 +128,13 @@ class AttentionStatistics(Shown):
             return NotImplemented
         if self is other:
             return True
-        if (self.sample is None) != (other.sample is None):
+        if self.first_position != other.first_position or (self.sample is None) != (other.sample is None):
             return False
         if self.sample is not None and other.sample is not None:
             one, two = self.sample, other.sample
-            if one.rows != two.rows or not _are_same(one.positions, two.positions):
+            if one.rows != two.rows or not same_bits(one.positions, two.positions):
                 return False
-        return all(_are_same(getattr(self, name), getattr(other, name)) for name in ROW_FIELDS)
+        return all(same_bits(getattr(self, name), getattr(other, name)) for name in ROW_FIELDS)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -209,7 +213,10 @@ class AttentionStatistics(Shown):
             arrays = [_on_host(getattr(self, name), np.float64) for name in ROW_FIELDS]
             blocks = np.stack(arrays[:2]).astype(np.int64), np.stack(arrays[2:])
         return AttentionStatistics.from_blocks(
-            _on_host(blocks[0], np.int64), _on_host(blocks[1], np.float64), sample=sample
+            _on_host(blocks[0], np.int64),
+            _on_host(blocks[1], np.float64),
+            sample=sample,
+            first_position=self.first_position,
         )
 
     @property
@@ -281,12 +288,23 @@ class AttentionStatistics(Shown):
         return _array(xp.asarray(xp.sqrt(xp.clip(square, 0.0, None))))
 
     @property
+    def positions(self) -> Array | None:
+        """The position of each row's query among the keys, int64 `[L]`; None if `first_position` is not known."""
+        if self.first_position is None:
+            return None
+        if self.sample is not None:
+            return self.sample.positions + self.first_position
+        xp = self._namespace
+        where = {} if xp is np else {"device": cast(Any, self.visible_keys).device}
+        return _array(xp.arange(self.shape[-1], dtype=xp.int64, **where) + self.first_position)
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The common shape `[..., H, L]` of all fields."""
         return tuple(self.visible_keys.shape)
 
 
-ROW_FIELDS = tuple(item.name for item in fields(AttentionStatistics) if item.name != "sample")
+ROW_FIELDS = tuple(item.name for item in fields(AttentionStatistics) if item.name not in ("sample", "first_position"))
 """The fields that hold a number per row, in the order of the blocks: two of counts, eleven of floats."""
 
 ROW_STATISTICS = (
@@ -304,237 +322,3 @@ ROW_STATISTICS = (
 
 # What is shown of many rows.
 _OVERVIEW = ("entropy_ratio", "saturation_index", "effective_keys", "max_weight", "max_logit", "visible_keys")
-
-SUMMARISED = (
-    "entropy",
-    "entropy_ratio",
-    "saturation_index",
-    "max_weight",
-    "effective_keys",
-    "sum_p2",
-    "jacobian_trace",
-    "jacobian_norm",
-    "max_logit",
-    "logit_mean",
-    "logit_variance",
-    "score_max",
-    "score_variance",
-    "sink_weight",
-    "visible_keys",
-)
-"""The row statistics a `HeadSummary` follows."""
-
-# Bin edges for quantiles: symmetric, linear to 1e-3 around zero and logarithmic beyond, so that entropy ratios
-# (0 to 1), logits (±100) and variances (to 1e9) share one histogram with 3% relative resolution.
-_DECADES = np.geomspace(1e-3, 1e9, 12 * 80 + 1)
-BIN_EDGES = np.concatenate([-_DECADES[::-1], _DECADES])
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Moments(Shown):
-    """Count, mean, sum of squared deviations, least, largest and histogram of one statistic, one entry per head `[H]`.
-
-    Rows whose value is NaN or infinite are not in it; `left_out` counts them. Without rows the mean is NaN, the least
-    +inf and the largest −inf.
-    """
-
-    count: Array
-    left_out: Array
-    mean: Array
-    m2: Array
-    least: Array
-    largest: Array
-    histogram: Array
-
-    @staticmethod
-    def of(values_HN: Array) -> Moments:
-        """Summarise values `[H, N]`, one row per head."""
-        finite = np.isfinite(values_HN)
-        count = finite.sum(axis=1)
-        some = np.maximum(count, 1)
-        kept = np.where(finite, values_HN, 0.0).astype(np.float64)
-        mean = np.where(count > 0, kept.sum(axis=1) / some, np.nan)
-        deviation = np.where(finite, kept - mean[:, None], 0.0)
-        bins = np.searchsorted(BIN_EDGES, kept, side="right")
-        histogram = (
-            np.stack(
-                [np.bincount(row[use], minlength=len(BIN_EDGES) + 1) for row, use in zip(bins, finite, strict=True)]
-            )
-            if len(values_HN)
-            else np.zeros((0, len(BIN_EDGES) + 1), dtype=np.int64)
-        )
-        return Moments(
-            count=count,
-            left_out=values_HN.shape[1] - count,
-            mean=mean,
-            m2=(deviation * deviation).sum(axis=1),
-            least=np.where(finite, values_HN, np.inf).min(axis=1, initial=np.inf),
-            largest=np.where(finite, values_HN, -np.inf).max(axis=1, initial=-np.inf),
-            histogram=histogram,
-        )
-
-    def merge(self, other: Moments) -> Moments:
-        """The moments of both sets of rows together (Chan, Golub, LeVeque 1979)."""
-        count = self.count + other.count
-        some = np.maximum(count, 1)
-        own_mean = np.where(self.count > 0, self.mean, 0.0)
-        other_mean = np.where(other.count > 0, other.mean, 0.0)
-        apart = other_mean - own_mean
-        return Moments(
-            count=count,
-            left_out=self.left_out + other.left_out,
-            mean=np.where(count > 0, (self.count * own_mean + other.count * other_mean) / some, np.nan),
-            m2=self.m2 + other.m2 + apart * apart * (self.count * (other.count / some)),
-            least=np.minimum(self.least, other.least),
-            largest=np.maximum(self.largest, other.largest),
-            histogram=self.histogram + other.histogram,
-        )
-
-    @property
-    def variance(self) -> Array:
-        """Population variance per head; NaN without rows."""
-        return np.where(self.count > 0, self.m2 / np.maximum(self.count, 1), np.nan)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Moments):
-            return NotImplemented
-        return all(_are_same(getattr(self, item.name), getattr(other, item.name)) for item in fields(self))
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def _table(self) -> Table:
-        columns = [self.mean, np.sqrt(self.variance), self.least, self.largest]
-        rows = [
-            (str(head), str(seen), str(left_out), *(f"{number[head]:.3g}" if seen else "-" for number in columns))
-            for head, (seen, left_out) in enumerate(zip(self.count, self.left_out, strict=True))
-        ]
-        names = ("head", "rows", "left out", "mean", "deviation", "least", "largest")
-        return Table(f"Moments of {count(len(rows), 'head')}", names, rows)
-
-    def quantile(self, probability: float) -> Array:
-        """A quantile per head from the histogram, to 3% of a value up to 1e9 (1e-3 near zero); NaN without rows."""
-        if not 0.0 <= probability <= 1.0:
-            raise InvalidValueError(f"probability must lie in [0, 1], got {probability}")
-        upper = np.append(BIN_EDGES, np.inf)
-        lower = np.insert(BIN_EDGES, 0, -np.inf)
-        cumulative = self.histogram.cumsum(axis=1)
-        found = (cumulative >= np.maximum(np.ceil(probability * self.count), 1)[:, None]).argmax(axis=1)
-        some = self.count > 0
-        low = np.where(some, np.maximum(lower[found], self.least), np.nan)
-        high = np.where(some, np.minimum(upper[found], self.largest), np.nan)
-        return np.asarray(low + 0.5 * (high - low))
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class HeadSummary(Shown):
-    """Row statistics added up per head; summaries of batches or ranks merge into the summary of the whole.
-
-    `rows_seen` of `rows_in_all` rows per head `[H]` are in it. Of a sample the means estimate those of all rows, but
-    `largest` is only a lower bound and `least` an upper one: `is_sample` says so, and the printed table writes "≥".
-
-    >>> from sqrtdk import attention
-    >>> import numpy as np
-    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 4, 16, 8))
-    >>> whole = HeadSummary.of(attention(q, k, v).statistics)
-    >>> halves = [HeadSummary.of(attention(q[i:i+1], k[i:i+1], v[i:i+1]).statistics) for i in range(2)]
-    >>> merged = halves[0].merge(halves[1])
-    >>> bool(np.allclose(merged["entropy"].mean, whole["entropy"].mean, rtol=1e-12))
-    True
-    >>> merged
-    HeadSummary: 4 heads, 32 of 32 rows each
-    head  entropy_ratio  saturation_index  effective_keys  largest logit
-       0          0.831             0.416            8.06           4.99
-       1          0.851             0.401            8.37           2.85
-       2          0.852             0.378            9.06           3.97
-       3          0.875             0.363            9.39           2.74
-    """
-
-    moments: dict[str, Moments]
-    rows_seen: Array
-    rows_in_all: Array
-
-    @staticmethod
-    def of(statistics: AttentionStatistics) -> HeadSummary:
-        """Summarise row statistics `[..., H, L]` (or `[L]`, one head) over batch and rows; tensors go to the host."""
-        if not isinstance(statistics, AttentionStatistics):
-            raise InvalidTypeError(f"statistics must be AttentionStatistics, got {type(statistics).__name__}")
-        statistics = statistics.numpy()
-        heads = statistics.shape[-2] if len(statistics.shape) > 1 else 1
-        queries = statistics.shape[-1]
-        batch = math.prod(statistics.shape[:-2])
-        in_all = queries if statistics.sample is None else statistics.sample.rows
-        nothing = statistics.visible_keys == 0
-        moments = {}
-        for name in SUMMARISED:
-            values = np.asarray(getattr(statistics, name))
-            if name != "visible_keys":
-                values = np.where(nothing, np.nan, values)
-            by_head = np.moveaxis(values.reshape(batch, heads, queries), 1, 0)
-            moments[name] = Moments.of(by_head.reshape(heads, batch * queries))
-        return HeadSummary(moments, np.full(heads, batch * queries), np.full(heads, batch * in_all))
-
-    def merge(self, other: HeadSummary) -> HeadSummary:
-        """The summary of both sets of rows together; counts exactly, floats to about 1e-12."""
-        if self.heads != other.heads:
-            raise InvalidValueError(f"other must have {self.heads} heads, got {other.heads}")
-        return HeadSummary(
-            moments={name: own.merge(other.moments[name]) for name, own in self.moments.items()},
-            rows_seen=self.rows_seen + other.rows_seen,
-            rows_in_all=self.rows_in_all + other.rows_in_all,
-        )
-
-    def all_reduce(self, group: Any = None) -> HeadSummary:
-        """The summary of all ranks of a torch.distributed process group (None: all), the same bits on every rank.
-
-        Every rank of the group must call it, as often as the others; ranks without rows as well.
-
-        Raises:
-            InvalidValueError: on every rank, if the ranks do not have the same number of heads, or if
-                torch.distributed is not initialised.
-        """
-        reduced: HeadSummary = importlib.import_module("sqrtdk.torch.distributed").all_reduce(self, group)
-        return reduced
-
-    @property
-    def heads(self) -> int:
-        """Number of heads."""
-        return len(self.rows_seen)
-
-    @property
-    def is_sample(self) -> bool:
-        """Whether rows are missing, so that each `largest` is a lower bound and each `least` an upper one."""
-        return bool((self.rows_seen < self.rows_in_all).any())
-
-    def write_largest(self, name: str) -> list[str]:
-        """The largest value of a statistic per head as text, "≥ 7.2" where rows are missing, "-" without rows."""
-        missing = self.rows_seen < self.rows_in_all
-        return [
-            f"{'≥ ' if sampled else ''}{largest:.3g}" if count else "-"
-            for largest, sampled, count in zip(self[name].largest, missing, self[name].count, strict=True)
-        ]
-
-    def __getitem__(self, name: str) -> Moments:
-        if name not in self.moments:
-            raise unknown_name("row statistic", name, list(self.moments))
-        return self.moments[name]
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, HeadSummary):
-            return NotImplemented
-        rows = ((self.rows_seen, other.rows_seen), (self.rows_in_all, other.rows_in_all))
-        return self.moments == other.moments and all(_are_same(one, two) for one, two in rows)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def _table(self) -> Table:
-        seen, in_all = int(self.rows_seen.max(initial=0)), int(self.rows_in_all.max(initial=0))
-        rows = [
-            (str(head), *(f"{self[name].mean[head]:.3g}" for name in _SHOWN), largest)
-            for head, largest in enumerate(self.write_largest("max_logit"))
-        ]
-        title = f"HeadSummary: {count(self.heads, 'head')}, {seen} of {in_all} rows each"
-        return Table(title, ("head", *_SHOWN, "largest logit"), rows)
-
-
-# What the printed table shows the mean of.
-_SHOWN = ("entropy_ratio", "saturation_index", "effective_keys")

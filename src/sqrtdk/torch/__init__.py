@@ -8,8 +8,16 @@ except ImportError:
     raise missing_extra("torch", "torch") from None
 
 from sqrtdk.torch import nn
+from sqrtdk.torch.distributed import all_reduce
 from sqrtdk.torch.functional import attention, scaled_dot_product_attention
 from sqrtdk.torch.huggingface import register_huggingface
 from sqrtdk.torch.pressure import TemperaturePressure
 
-__all__ = ["TemperaturePressure", "attention", "nn", "register_huggingface", "scaled_dot_product_attention"]
+__all__ = [
+    "TemperaturePressure",
+    "all_reduce",
+    "attention",
+    "nn",
+    "register_huggingface",
+    "scaled_dot_product_attention",
+]

@@ -88,7 +88,10 @@ def compute(
     ):
         plain = TENSOR_KERNEL.shortcut(q, k, v, scale, causal, statistics)
         if plain is not None:
-            described = AttentionStatistics.from_blocks(plain.counts, plain.numbers) if statistics else None
+            described = None
+            if statistics:
+                first = 0 if q.shape[-2] == k.shape[-2] else None
+                described = AttentionStatistics.from_blocks(plain.counts, plain.numbers, first_position=first)
             result = Attention(plain.output, described, None)
             result.engine = TENSOR_KERNEL.name
             return result
@@ -126,7 +129,7 @@ def compute(
     if sample is not None:
         described = _describe_sample(call, sample)
     elif statistics:
-        described = AttentionStatistics.from_blocks(done.counts, done.numbers)
+        described = AttentionStatistics.from_blocks(done.counts, done.numbers, first_position=band.offset)
     result = Attention(
         # A policy that normalises works in float32 or better; the output is as the query was given.
         _narrow(done.output, q.dtype),
@@ -199,4 +202,7 @@ def _describe_sample(call: Call, positions: Tensor) -> AttentionStatistics:
             call.softcap,
         )
         done, _ = run(sampled, Wanted(statistics=True))
-    return AttentionStatistics.from_blocks(done.counts, done.numbers, sample=Sample(cast(Any, positions), queries))
+    sample = Sample(cast(Any, positions), queries)
+    return AttentionStatistics.from_blocks(
+        done.counts, done.numbers, sample=sample, first_position=call.band.offset
+    )

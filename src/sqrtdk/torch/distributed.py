@@ -8,30 +8,43 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from sqrtdk.errors import InvalidValueError
-from sqrtdk.statistics import Array, HeadSummary, Moments
+from sqrtdk.errors import InvalidTypeError, InvalidValueError
+from sqrtdk.summary import Array, HeadSummary, MaxKeys, Moments
 
 
 def all_reduce(summary: HeadSummary, group: dist.ProcessGroup | None = None) -> HeadSummary:
-    """The summary of all ranks together, the same bits on every rank; see `HeadSummary.all_reduce`.
+    """The summary of all ranks of a process group (None: all) together, the same bits on every rank.
 
-    Three collectives: the numbers of heads, so that ranks that disagree raise instead of hanging; the integers, summed
+    Every rank of the group must call it, as often as the others; ranks without rows as well. It takes three
+    collectives: the numbers of heads, so that ranks that disagree raise instead of hanging; the integers, summed
     (gathered histograms would grow with the number of ranks); the few floats, gathered and merged in rank order.
+
+    Raises:
+        InvalidTypeError: if summary is none.
+        InvalidValueError: on every rank, if the ranks do not have the same number of heads, or if torch.distributed is
+            not initialised.
     """
+    if not isinstance(summary, HeadSummary):
+        raise InvalidTypeError(f"summary must be a HeadSummary, got {type(summary).__name__}")
     device = _device_of(group)
     heads = _gather(np.array([summary.heads]), device, group).ravel()
     if (heads != heads[0]).any():
         raise InvalidValueError(f"every rank must bring a summary of as many heads, got {heads.tolist()} by rank")
     integers = _sum(_pack_integers(summary), device, group)
     floats = _gather(_pack_floats(summary), device, group)
-    rows_seen, rows_in_all, *counted = np.split(integers, _columns(summary), axis=1)
+    rows_seen, rows_in_all, sequences, offsets, *counted = np.split(integers, _columns(summary), axis=1)
     moments = {
-        name: _merge(floats[:, at], count, left_out, histogram)
+        name: _merge(floats[:, 5 * at : 5 * at + 5], count, left_out, histogram)
         for at, (name, count, left_out, histogram) in enumerate(
             zip(summary.moments, counted[0::3], counted[1::3], counted[2::3], strict=True)
         )
     }
-    return HeadSummary(moments, rows_seen=rows_seen[:, 0], rows_in_all=rows_in_all[:, 0])
+    return HeadSummary(
+        moments,
+        rows_seen=rows_seen[:, 0],
+        rows_in_all=rows_in_all[:, 0],
+        max_keys=MaxKeys(offsets, reduce(np.add, floats[:, -1]), sequences[:, 0]),
+    )
 
 
 def _device_of(group: dist.ProcessGroup | None) -> torch.device:
@@ -49,24 +62,29 @@ def _device_of(group: dist.ProcessGroup | None) -> torch.device:
 
 
 def _pack_integers(summary: HeadSummary) -> Array:
-    """`[H, C]`: rows seen, rows in all, then for every statistic its count, rows left out and histogram."""
-    parts = [summary.rows_seen[:, None], summary.rows_in_all[:, None]]
-    for own in summary.moments.values():
-        parts += [own.count[:, None], own.left_out[:, None], own.histogram]
-    return np.concatenate(parts, axis=1).astype(np.int64)
+    """`[H, C]`: what `_integers` names, side by side."""
+    return np.concatenate(_integers(summary), axis=1).astype(np.int64)
 
 
 def _columns(summary: HeadSummary) -> Array:
     """Where `_pack_integers` begins each part but the first."""
-    widths = [1, 1]
+    return np.cumsum([part.shape[1] for part in _integers(summary)])[:-1]
+
+
+def _integers(summary: HeadSummary) -> list[Array]:
+    """Rows seen, rows in all, sequences, offsets, then for every statistic its count, rows left out and histogram."""
+    keys = summary.max_keys
+    parts = [summary.rows_seen[:, None], summary.rows_in_all[:, None], keys.sequences[:, None], keys.offsets]
     for own in summary.moments.values():
-        widths += [1, 1, own.histogram.shape[1]]
-    return np.cumsum(widths)[:-1]
+        parts += [own.count[:, None], own.left_out[:, None], own.histogram]
+    return parts
 
 
 def _pack_floats(summary: HeadSummary) -> Array:
-    """`[statistic, 5, H]`: count (exact in float64 to 2⁵³), mean, sum of squares, least, largest."""
-    return np.array([[own.count, own.mean, own.m2, own.least, own.largest] for own in summary.moments.values()])
+    """`[C, H]`: of every statistic its count (exact in float64 to 2⁵³), mean, sum of squares, least and largest; then
+    the sum of the commonest keys' shares."""
+    moments = [(own.count, own.mean, own.m2, own.least, own.largest) for own in summary.moments.values()]
+    return np.array([*(number for own in moments for number in own), summary.max_keys.share_sum], dtype=np.float64)
 
 
 def _merge(ranks_R5H: Array, count: Array, left_out: Array, histogram: Array) -> Moments:
