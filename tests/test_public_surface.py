@@ -1,9 +1,14 @@
 """What `import sqrtdk` offers, loads and costs."""
 
+import importlib
 import inspect
 import json
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
+
+import pytest
 
 import sqrtdk
 
@@ -30,6 +35,7 @@ def test_the_surface_is_pinned():
         "Gradients",
         "HeadSummary",
         "SqrtdkError",
+        "__version__",
         "attention",
         "attention_gradients",
         "backends",
@@ -39,6 +45,51 @@ def test_the_surface_is_pinned():
         "theory",
     ]
     assert all(getattr(sqrtdk, name).__doc__ for name in sqrtdk.__all__)
+
+
+SUBMODULES = {
+    "backends": {"REFERENCE", "Backend", "current", "inspect", "list", "threads", "use", "use_threads"},
+    "errors": {"InvalidTypeError", "InvalidValueError", "MissingExtraError", "SqrtdkError", "SqrtdkWarning"},
+    "scales": {
+        *("LEARNABLE", "Learnable", "Policy", "ScaleContext", "get", "names", "policy_type", "register", "resolve"),
+        *("Cosine", "Fixed", "Inverse", "Llama4", "LogN", "Mup", "QKNorm", "Sqrt", "Temperature", "Unscaled", "Yarn"),
+    },
+    "statistics": {"ROW_FIELDS", "ROW_STATISTICS", "AttentionStatistics", "Sample"},
+    "summary": {"BIN_EDGES", "FARTHEST", "SUMMARISED", "HeadSummary", "MaxKeys", "Moments"},
+    "theory": {
+        *("Condensation", "Crossover", "ExpectedSoftmax", "InitialVariance", "JacobianSize", "SquaredSumTerms"),
+        *("condensation", "digamma", "divided_variance", "dot_product_mean", "dot_product_variance"),
+        *("entropy_lower_bound", "expected_softmax", "gradient_scale", "initial_variance", "initialisations"),
+        *("jacobian_size", "query_gradient_norm", "saturation_index", "softmax_jacobian", "squared_sum_terms"),
+        "unscaled_crossover",
+    },
+}
+
+
+@pytest.mark.parametrize("name", SUBMODULES)
+def test_submodules_say_what_is_public(name):
+    module = importlib.import_module(f"sqrtdk.{name}")
+    assert len(module.__all__) == len(SUBMODULES[name])
+    assert set(module.__all__) == SUBMODULES[name]
+    assert all(getattr(module, public).__doc__ for public in module.__all__)
+
+
+def test_all_policies_are_public():
+    ours = (
+        kind for kind in map(sqrtdk.scales.policy_type, sqrtdk.scales.names()) if kind.__module__ == "sqrtdk.scales"
+    )
+    assert {kind.__name__ for kind in ours} <= {*sqrtdk.scales.__all__}
+
+
+def test_the_version_is_that_of_the_package():
+    declared = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["version"]
+    assert sqrtdk.__version__ == declared
+    with pytest.raises(AttributeError, match="module 'sqrtdk' has no attribute 'nonsense'"):
+        sqrtdk.nonsense  # noqa: B018
+
+
+def test_the_version_costs_nothing_until_it_is_asked_for():
+    assert "importlib.metadata" not in probe()["modules"]
 
 
 def test_signatures_are_those_of_the_design():

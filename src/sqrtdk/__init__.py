@@ -1,5 +1,7 @@
 """sqrtdk: the toolkit for the scale of attention. NumPy in, NumPy out; nothing heavier is imported here."""
 
+from typing import TYPE_CHECKING
+
 from sqrtdk import backends, scales, theory
 from sqrtdk.attention import Attention, Gradients, attention, attention_gradients
 from sqrtdk.engines.reference import scaled_dot_product_attention, softmax
@@ -13,6 +15,7 @@ __all__ = [
     "Gradients",
     "HeadSummary",
     "SqrtdkError",
+    "__version__",
     "attention",
     "attention_gradients",
     "backends",
@@ -21,3 +24,18 @@ __all__ = [
     "softmax",
     "theory",
 ]
+
+if TYPE_CHECKING:
+    __version__: str
+else:
+
+    def __getattr__(name):
+        # Looked up when asked for: importlib.metadata would make every import of sqrtdk slower.
+        if name != "__version__":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib import metadata
+
+        try:
+            return metadata.version("sqrtdk")
+        except metadata.PackageNotFoundError:
+            raise AttributeError("the version is that of the installed package, but sqrtdk is not installed") from None

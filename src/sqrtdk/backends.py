@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 
 from sqrtdk.errors import InvalidTypeError, InvalidValueError, SqrtdkWarning, unknown_name
 
+__all__ = ["REFERENCE", "Backend", "current", "inspect", "list", "threads", "use", "use_threads"]
+
 REFERENCE = "reference"
 MAX_THREADS = 256
 

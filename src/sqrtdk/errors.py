@@ -1,5 +1,7 @@
 """The errors sqrtdk raises: every one names the argument, what was expected, what came and what to do."""
 
+__all__ = ["InvalidTypeError", "InvalidValueError", "MissingExtraError", "SqrtdkError", "SqrtdkWarning"]
+
 
 class SqrtdkError(Exception):
     """Base of every error that sqrtdk raises on purpose.

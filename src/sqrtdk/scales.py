@@ -17,6 +17,29 @@ import numpy.typing as npt
 from sqrtdk.errors import InvalidTypeError, InvalidValueError, unknown_name
 from sqrtdk.theory import namespace_of
 
+__all__ = [
+    "LEARNABLE",
+    "Cosine",
+    "Fixed",
+    "Inverse",
+    "Learnable",
+    "Llama4",
+    "LogN",
+    "Mup",
+    "Policy",
+    "QKNorm",
+    "ScaleContext",
+    "Sqrt",
+    "Temperature",
+    "Unscaled",
+    "Yarn",
+    "get",
+    "names",
+    "policy_type",
+    "register",
+    "resolve",
+]
+
 Array = npt.NDArray[Any]
 Factor = float | Array
 

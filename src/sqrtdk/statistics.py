@@ -12,6 +12,8 @@ from sqrtdk.display import Shown, Table
 from sqrtdk.errors import InvalidTypeError, InvalidValueError, unknown_name
 from sqrtdk.theory import namespace_of, saturation_index
 
+__all__ = ["ROW_FIELDS", "ROW_STATISTICS", "AttentionStatistics", "Sample"]
+
 Array = npt.NDArray[Any]
 
 

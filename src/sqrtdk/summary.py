@@ -13,6 +13,8 @@ from sqrtdk.display import Shown, Table, count
 from sqrtdk.errors import InvalidTypeError, InvalidValueError, unknown_name
 from sqrtdk.statistics import AttentionStatistics, same_bits
 
+__all__ = ["BIN_EDGES", "FARTHEST", "SUMMARISED", "HeadSummary", "MaxKeys", "Moments"]
+
 Array = npt.NDArray[Any]
 
 SUMMARISED = (

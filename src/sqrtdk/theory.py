@@ -15,6 +15,31 @@ import numpy.typing as npt
 
 from sqrtdk.errors import InvalidValueError, unknown_name
 
+__all__ = [
+    "Condensation",
+    "Crossover",
+    "ExpectedSoftmax",
+    "InitialVariance",
+    "JacobianSize",
+    "SquaredSumTerms",
+    "condensation",
+    "digamma",
+    "divided_variance",
+    "dot_product_mean",
+    "dot_product_variance",
+    "entropy_lower_bound",
+    "expected_softmax",
+    "gradient_scale",
+    "initial_variance",
+    "initialisations",
+    "jacobian_size",
+    "query_gradient_norm",
+    "saturation_index",
+    "softmax_jacobian",
+    "squared_sum_terms",
+    "unscaled_crossover",
+]
+
 Array = npt.NDArray[np.float64]
 
 
