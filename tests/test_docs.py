@@ -1,0 +1,146 @@
+"""README and guides: every block of code runs as it stands, in order; numbers are those that the commands print."""
+
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import typer
+
+from sqrtdk.claims import list_claims
+from sqrtdk.claims.models import PUBLISHED
+from sqrtdk.cli import app
+from sqrtdk.exercises import gradients
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+
+# Languages of blocks that are not for Python or for sqrtdk's command line.
+OTHER_LANGUAGES = {"sh", "bash", "text"}
+
+
+@dataclass(frozen=True)
+class Block:
+    page: Path
+    line: int
+    language: str
+    text: str
+
+    @property
+    def needs_models(self):
+        """Whether it takes transformers, which only the long tests have."""
+        return "transformers" in self.text or "register_huggingface" in self.text
+
+    def __str__(self):
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def blocks_of(page):
+    text = page.read_text(encoding="utf-8")
+    found = re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [Block(page, text[: m.start()].count("\n") + 2, m[1], m[2]) for m in found]
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+PYTHON = {page: [block for block in BLOCKS if block.page == page and block.language == "python"] for page in PAGES}
+COMMANDS = [
+    pytest.param(line.removeprefix("$ "), id=f"{block}: {line}")
+    for block in BLOCKS
+    if block.language == "console"
+    for line in block.text.splitlines()
+    if line.startswith("$ ")
+]
+# These train models or measure for minutes.
+SLOW_COMMANDS = ("sqrtdk claims", "sqrtdk ablate", "sqrtdk report", "sqrtdk bench")
+
+
+def run_in_order(blocks, folder):
+    """Run blocks in one namespace of a process of their own: what an example registers stays there."""
+    script = folder / "blocks.py"
+    parts = [f"exec(compile({block.text!r}, {str(block)!r}, 'exec'))" for block in blocks]
+    script.write_text("\n".join(parts), encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", str(script)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def pages_with(condition):
+    return [pytest.param(page, id=page.name) for page in PAGES if any(map(condition, PYTHON[page]))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", pages_with(lambda block: not block.needs_models))
+def test_blocks_run_one_after_the_other(page, tmp_path):
+    run_in_order([block for block in PYTHON[page] if not block.needs_models], tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("page", pages_with(lambda block: block.needs_models))
+def test_blocks_with_models_run_too(page, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    # A folder of the published model's name is taken before the network: a small one with random weights.
+    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=32, bos_token_id=0, eos_token_id=0)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "openai-community" / "gpt2")
+    run_in_order(PYTHON[page], tmp_path)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_exist_with_their_options(command):
+    program, name, *arguments = shlex.split(command, comments=True)
+    assert program == "sqrtdk"
+    typer.main.get_command(app).commands[name].make_context(name, arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [p for p in COMMANDS if not p.values[0].startswith(SLOW_COMMANDS)])
+def test_quick_commands_run(command, tmp_path):
+    arguments = shlex.split(command, comments=True)[1:]
+    run = [sys.executable, "-m", "sqrtdk", *arguments]
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout
+
+
+def test_no_block_is_left_out():
+    """A block in a language nobody runs, or indented instead of fenced, would rot unseen."""
+    for block in BLOCKS:
+        assert block.language in {"python", "console", *OTHER_LANGUAGES}, str(block)
+        if block.language in OTHER_LANGUAGES:
+            assert "sqrtdk " not in block.text.replace("pip install", ""), str(block)
+    for page in PAGES:
+        assert not re.search(r"^    (\$ )?sqrtdk ", page.read_text(encoding="utf-8"), re.MULTILINE), page
+
+
+def readme(pattern):
+    """The groups of a pattern that stands once in the README."""
+    (match,) = re.finditer(pattern, README.read_text(encoding="utf-8"))
+    return match.groups()
+
+
+@pytest.mark.slow
+def test_the_readme_has_the_gradients_that_the_exercise_measures():
+    none, sqrt, rows, seed = readme(r"\*larger\* \((\S+) against (\S+) at dₖ 64, n 1024; (\d+) rows, seed (\d+)\)")
+    cells = {row["scale"]: row for row in gradients(d_ks=(64,), ns=(1024,), seed=int(seed)).tables["vanish"]}
+    assert [none, sqrt] == [f"{cells[name]['grad_q_mean']:.3g}" for name in ("none", "sqrt")]
+    assert int(rows) == cells["none"]["rows"]
+    share, rows = readme(r"at dₖ 512, n 16 a twentieth of the rows holds (\d+) % of its square \((\d+) rows\)")
+    (cell,) = (r for r in gradients(d_ks=(512,), ns=(16,), seed=int(seed)).tables["vanish"] if r["scale"] == "none")
+    assert (share, int(rows)) == (f"{100 * cell['top_share']:.0f}", cell["rows"])
+
+
+def test_the_readme_counts_what_there_is():
+    claims = list_claims()
+    count, training = readme(r"# (\d+) claims of the texts.*\((\w+) train models")
+    assert int(count) == len(claims)
+    assert training == {4: "four"}[sum(claim.trains for claim in claims)]
+    using, models = readme(r"(\d+) of (\d+) models do")
+    assert (int(using), int(models)) == (sum(model.is_sqrt for model in PUBLISHED), len(PUBLISHED))
