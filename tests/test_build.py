@@ -80,7 +80,7 @@ def test_a_broken_compiler_gives_a_pure_wheel_that_says_so(source, tmp_path):
     assert wheel.name.endswith("py3-none-any.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
-    assert "sqrtdk/reference.py" in names
+    assert "sqrtdk/engines/reference.py" in names
     assert not [name for name in names if name.endswith((".so", ".pyd"))]
     out, err = run_unpacked(wheel, tmp_path / "unpacked", CALL_TWICE)
     assert "sqrtdk runs without its kernel (it was not compiled at installation)" in out

@@ -226,7 +226,8 @@ def differentiate(rows: Rows, grad_output: Array, grad_weights: Array | None = N
         return RowGradients(
             query=_weigh(grad_products, rows.k, visible),
             key=_weigh(np.swapaxes(grad_products, -1, -2), rows.q, seen_by),
-            value=_weigh(np.swapaxes(soft.weights, -1, -2), grad_output, seen_by),
+            # The weights of a row that NaN reaches are NaN at its hidden keys too.
+            value=_weigh(np.swapaxes(np.where(visible, soft.weights, 0.0), -1, -2), grad_output, seen_by),
             scale=np.where(visible, grad_scores * soft.products, 0.0).sum(axis=-1),
             sink=np.where(visible.any(axis=-1), grad_sink, 0.0),
             logits=grad_logits,

@@ -203,6 +203,4 @@ def _describe_sample(call: Call, positions: Tensor) -> AttentionStatistics:
         )
         done, _ = run(sampled, Wanted(statistics=True))
     sample = Sample(cast(Any, positions), queries)
-    return AttentionStatistics.from_blocks(
-        done.counts, done.numbers, sample=sample, first_position=call.band.offset
-    )
+    return AttentionStatistics.from_blocks(done.counts, done.numbers, sample=sample, first_position=call.band.offset)

@@ -83,63 +83,70 @@ def _attend(call: Call, wanted: Wanted) -> Forward:
             number = tile.number + 1
             n, g, i, j, _ = tile
             h = slice(g.start * shared, g.stop * shared)
-            block, soft = _soften(entries, tile, every_score=wanted.statistics)
-            visible = visible_like(block, soft.logits.shape)
-            mixed = weigh(drop(soft.weights, block), block.v, visible, False)
-            to_output[n, h, i] = mixed.flatten(1, 2).to(query.dtype)
-            if to_weights is not None:
-                to_weights[n, h, i, j] = soft.weights.flatten(1, 2).to(query.dtype)
-            if to_fields:
-                for field, values in zip(to_fields, describe_block(block, soft, j.start), strict=True):
-                    field[n, h, i] = values.flatten(1, 2)
+            for part, (block, soft) in enumerate(_soften(entries, tile, every_score=wanted.statistics)):
+                visible = visible_like(block, soft.logits.shape)
+                mixed = weigh(drop(soft.weights, block), block.v, visible, False)
+                to_output[n, h, i] += mixed.flatten(1, 2).to(query.dtype)
+                if to_weights is not None:
+                    to_weights[n, h, i, j] += soft.weights.flatten(1, 2).to(query.dtype)
+                if to_fields:
+                    rows = visible.any(dim=-1).flatten(1, 2)
+                    for field, values in zip(to_fields, describe_block(block, soft, j.start), strict=True):
+                        own = values.flatten(1, 2).to(field.dtype)
+                        field[n, h, i] = own if part == 0 else torch.where(rows, own, field[n, h, i])
     return Forward(output, numbers, counts, weights)
 
 
-def _is_computable(block: Block, soft: Softmax, every_score: bool) -> bool:
-    """Whether the visible scores and logits are finite: every one, or at least those that decide the weights."""
-    if not every_score and math.isfinite(soft.weights.sum()):
-        return True
-    finite = torch.isfinite(soft.scores)
-    if block.bias is not None:
-        finite = finite & torch.isfinite(soft.logits)
-    if block.visible is not None:
-        finite = finite | ~block.visible
-    return bool(finite.all())
+def _soften(entries: Entries, tile: Tile, *, every_score: bool) -> list[tuple[Block, Softmax]]:
+    """A tile's softmax; and a second one in float64 of the rows whose numbers pass what float32 can hold.
 
-
-def _is_extreme(entries: Entries) -> bool:
-    """Whether a scale is so large or small that its product with q alone may leave the range of float32."""
-    if entries.scale is None:
-        size = abs(entries.call.factor)
-        return size != 0.0 and not _SMALL <= size <= _LARGE
-    sizes = entries.scale.abs()
-    return bool(((sizes > _LARGE) | ((sizes < _SMALL) & (sizes != 0.0))).any())
-
-
-def _is_drowned(block: Block, soft: Softmax) -> bool:
-    """Whether a sink leaves so little to the keys that weights in float32 lose digits to underflow."""
-    if block.sink is None:
-        return False
-    weights = soft.weights.amax(dim=-1) if soft.weights.shape[-1] else soft.weights.sum(dim=-1)
-    return bool(((weights < _LEAST) & (visible_like(block, soft.logits.shape).any(dim=-1))).any())
-
-
-def _soften(entries: Entries, tile: Tile, *, every_score: bool) -> tuple[Block, Softmax]:
-    """A tile's softmax, in float64 where products of finite numbers or shares of sinks pass what float32 can hold."""
-    dtype = working_dtype(entries.q.dtype)
+    Each row is visible in one of the two and blind in the other, so that results add up, and that the bits of a row do
+    not hang on the rows beside it.
+    """
+    dtype, wide = working_dtype(entries.q.dtype), wide_dtype(entries.q.device)
     block = cut_block(entries, tile, dtype)
     soft = compute_softmax(block)
-    wide = wide_dtype(entries.q.device)
-    if dtype != wide and (
-        _is_extreme(entries) or not _is_computable(block, soft, every_score) or _is_drowned(block, soft)
-    ):
-        return _soften_widely(entries, tile)
-    return block, soft
+    if dtype == wide or entries.q.device.type == "meta":
+        return [(block, soft)]
+    rows = _find_wide_rows(entries.call, block, soft, every_score)
+    if rows is None:
+        return [(block, soft)]
+    wide_block = cut_block(entries, tile, wide)
+    for part, seen in ((block, ~rows), (wide_block, rows)):
+        part.visible = visible_like(part, soft.logits.shape) & seen
+    return [(part, compute_softmax(part)) for part in (block, wide_block)]
 
 
-def _soften_widely(entries: Entries, tile: Tile) -> tuple[Block, Softmax]:
-    block = cut_block(entries, tile, wide_dtype(entries.q.device))
-    return block, compute_softmax(block)
+def _find_wide_rows(call: Call, block: Block, soft: Softmax, every_score: bool) -> Tensor | None:
+    """Which rows `[n, g, R, l, 1]` need float64; None if none does."""
+    rows = torch.zeros_like(soft.weights[..., :1], dtype=torch.bool)
+    if call.softcap and not _SMALL <= call.softcap <= _LARGE:
+        return ~rows
+    if call.scale is None:
+        if _is_extreme(call.factor):
+            return ~rows
+    else:
+        sizes = block.scale.abs() if isinstance(block.scale, Tensor) else rows
+        rows = rows | (sizes > _LARGE) | ((sizes < _SMALL) & (sizes != 0.0))
+    if every_score or not math.isfinite(soft.weights.sum()):
+        # Products of finite numbers may be infinite: every visible score must be finite, or those that decide.
+        finite = torch.isfinite(soft.scores)
+        if block.bias is not None:
+            finite = finite & torch.isfinite(soft.logits)
+        if block.visible is not None:
+            finite = finite | ~block.visible
+        rows = rows | ~finite.all(dim=-1, keepdim=True)
+    if block.sink is not None and soft.weights.shape[-1]:
+        # A sink may leave so little to the keys that weights in float32 lose digits to underflow.
+        visible = visible_like(block, soft.logits.shape).any(dim=-1, keepdim=True)
+        rows = rows | (visible & (soft.weights.amax(dim=-1, keepdim=True) < _LEAST))
+    return rows if bool(rows.any()) else None
+
+
+def _is_extreme(factor: float) -> bool:
+    """Whether a scale is so large or small that its product with q alone may leave the range of float32."""
+    size = abs(factor)
+    return size != 0.0 and not _SMALL <= size <= _LARGE
 
 
 def _differentiate(call: Call, slopes: Slopes) -> Backward:
@@ -187,13 +194,22 @@ def _differentiate(call: Call, slopes: Slopes) -> Backward:
 def _differentiate_tile(
     entries: Entries, tile: Tile, slope: Tensor, slope_of_weights: Tensor | None, scale_too: bool
 ) -> tuple[Backward, Tensor]:
-    block, soft = _soften(entries, tile, every_score=scale_too)
-    part, grad_logits = differentiate_block(block, soft, slope, slope_of_weights, scale_too)
-    if block.q.dtype != wide_dtype(entries.q.device) and not _is_finite(part):
-        # Sums of finite numbers may pass float32 although what comes of them does not.
-        block, soft = _soften_widely(entries, tile)
-        part, grad_logits = differentiate_block(block, soft, slope, slope_of_weights, scale_too)
-    return part, grad_logits
+    """The gradients of a tile, and those of its logits."""
+    wide = wide_dtype(entries.q.device)
+    parts = []
+    for block, soft in _soften(entries, tile, every_score=scale_too):
+        part = differentiate_block(block, soft, slope, slope_of_weights, scale_too)
+        if block.q.dtype != wide and not _is_finite(part[0]):
+            # Sums of finite numbers may pass float32 although what comes of them does not.
+            wide_block = cut_block(entries, tile, wide)
+            wide_block.visible = block.visible
+            part = differentiate_block(wide_block, compute_softmax(wide_block), slope, slope_of_weights, scale_too)
+        parts.append(part)
+    if len(parts) == 1:
+        return parts[0]
+    (one, logits), (other, other_logits) = parts
+    both = zip(one, other, strict=True)
+    return Backward(*(None if x is None else x + y for x, y in both)), logits + other_logits
 
 
 def _is_finite(gradients: Backward) -> bool:

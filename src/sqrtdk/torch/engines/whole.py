@@ -13,7 +13,7 @@ from sqrtdk.call import Backward, Call, Forward, Slopes, Wanted
 from sqrtdk.torch.arguments import without_autocast
 from sqrtdk.torch.internals import without_derivatives
 from sqrtdk.torch.softening import Softmax, compute_softmax, describe_block, differentiate_block, multiply, visible_like
-from sqrtdk.torch.tiles import Block, Entries, Tile, as_rank, by_group, cut_block, wide_dtype, working_dtype
+from sqrtdk.torch.tiles import Block, Entries, Tile, as_rank, by_group, cut_block, wide_dtype
 
 
 class Whole:
@@ -120,7 +120,7 @@ def _cut_whole(call: Call) -> tuple[Block, Tensor]:
         mask = as_rank(call.mask.expand(call.logits_shape), 4).flatten(0, -4)
     sinks = None if call.sinks is None else as_rank(call.sinks.expand(call.heads_shape), 2).flatten(0, -2)
     tile = Tile(slice(0, q.shape[0]), slice(0, k.shape[1]), slice(0, q.shape[2]), slice(0, keys), 0)
-    block = cut_block(Entries(call, q, k, v, scale, mask, sinks, ()), tile, working_dtype(q.dtype))
+    block = cut_block(Entries(call, q, k, v, scale, mask, sinks, ()), tile, wide_dtype(q.device))
     visible = visible_like(block, (*block.q.shape[:-1], keys))
     (block.q, bad_q), (block.k, bad_k), (block.v, bad_v) = (_set_aside(x) for x in (block.q, block.k, block.v))
     block.may_be_traced = True
