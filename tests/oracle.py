@@ -169,5 +169,6 @@ def same(one, other):
     assert one.output.tobytes() == other.output.tobytes()
     if one.weights is not None and other.weights is not None:
         np.testing.assert_array_equal(one.weights, other.weights)
-    for name in one.statistics.__dataclass_fields__:
+    # Which rows and where they stand is said of them, not computed.
+    for name in set(one.statistics.__dataclass_fields__) - {"sample", "first_position"}:
         np.testing.assert_array_equal(getattr(one.statistics, name), getattr(other.statistics, name), err_msg=name)

@@ -14,6 +14,7 @@ import pytest
 from conftest import NATIVE
 from oracle import DTYPES, draw, same
 from sqrtdk import attention, backends
+from sqrtdk.statistics import ROW_FIELDS
 
 pytestmark = [
     pytest.mark.usefixtures("native"),
@@ -191,7 +192,7 @@ def test_70000_tiny_batches():
 
 def found_at(found, n):
     """The n-th entry of a batch's result."""
-    rows = {name: getattr(found.statistics, name)[n] for name in found.statistics.__dataclass_fields__}
+    rows = {name: getattr(found.statistics, name)[n] for name in ROW_FIELDS}
     return found._replace(output=found.output[n], statistics=type(found.statistics)(**rows))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from html import escape
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,7 +45,7 @@ class Attention(_Triple):
 
     def _repr_html_(self) -> str:
         statistics = "" if self.statistics is None else self.statistics._repr_html_()
-        return f"<div>{escape(self._say_shapes())}</div>{statistics}"
+        return Table(self._say_shapes(), (), []).as_html() + statistics
 
     def _say_shapes(self) -> str:
         weights = "no weights" if self.weights is None else f"weights {describe_array(self.weights)}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 from typing import Any, NamedTuple
 
 # Lines of a table before its middle is left out.
@@ -31,7 +30,9 @@ class Table(NamedTuple):
     left: int = 0
 
     def as_text(self, most: int = MOST_ROWS) -> str:
-        """Aligned lines, the title first; of more than `most` rows the middle is left out."""
+        """Aligned lines, the title first (alone if there are no rows); beyond `most` rows the middle is left out."""
+        if not self.rows:
+            return self.title
         rows = ([self.columns] if any(self.columns) else []) + self._shorten(most)
         widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
         lines = [
@@ -45,24 +46,29 @@ class Table(NamedTuple):
 
     def as_html(self, most: int = MOST_ROWS) -> str:
         """The same as a table that brings its own style and no colours: it takes those of the page, light or dark."""
-        head = self._html_row("th", self.columns, "border-bottom:1px solid;") if any(self.columns) else ""
-        body = "".join(self._html_row("td", row) for row in self._shorten(most))
+        from html import escape  # here, so that `import sqrtdk` does not pay for it
+
+        def write_row(tag: str, cells: Sequence[str], style: str = "") -> str:
+            aligned = (
+                f'<{tag} style="text-align:{"left" if at < self.left else "right"};padding:.1em .6em;{style}">'
+                f"{escape(cell)}</{tag}>"
+                for at, cell in enumerate(cells)
+            )
+            return f"<tr>{''.join(aligned)}</tr>"
+
+        title = f"<div>{escape(self.title)}</div>"
+        if not self.rows:
+            return title
+        head = write_row("th", self.columns, "border-bottom:1px solid;") if any(self.columns) else ""
+        body = "".join(write_row("td", row) for row in self._shorten(most))
         style = "border-collapse:collapse;font-variant-numeric:tabular-nums"
-        return f'<div><div>{escape(self.title)}</div><table style="{style}">{head}{body}</table></div>'
+        return f'<div>{title}<table style="{style}">{head}{body}</table></div>'
 
     def _shorten(self, most: int) -> list[tuple[str, ...]]:
         rows = list(self.rows)
         if len(rows) <= most:
             return rows
         return [*rows[: most - most // 2], (_LEFT_OUT,) * len(self.columns), *rows[len(rows) - most // 2 :]]
-
-    def _html_row(self, tag: str, cells: Sequence[str], style: str = "") -> str:
-        aligned = (
-            f'<{tag} style="text-align:{"left" if at < self.left else "right"};padding:.1em .6em;{style}">'
-            f"{escape(cell)}</{tag}>"
-            for at, cell in enumerate(cells)
-        )
-        return f"<tr>{''.join(aligned)}</tr>"
 
 
 class Shown:

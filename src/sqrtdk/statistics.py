@@ -111,9 +111,12 @@ class AttentionStatistics(Shown):
         A view is made when it is first asked for: thirteen of them would cost as much as a small call of the kernel.
         """
         rows = cls.__new__(cls)
-        rows.__dict__["_blocks"] = (counts, numbers)
-        rows.__dict__["sample"] = sample
-        rows.__dict__["first_position"] = first_position
+        state = rows.__dict__
+        state["_blocks"] = (counts, numbers)
+        if sample is not None:
+            state["sample"] = sample
+        if first_position is not None:
+            state["first_position"] = first_position
         return rows
 
     def __getattr__(self, name: str) -> Array:
@@ -190,7 +193,7 @@ class AttentionStatistics(Shown):
         try:
             rows = [self._describe(name) for name in _OVERVIEW]
         except RuntimeError:  # a tensor without numbers: on the device meta, or inside a transform
-            return Table(title + ", without numbers", ("",), [])
+            return Table(title + ", without numbers", (), [])
         return Table(title, ("", "mean", "least", "largest", "rows counted"), rows, left=1)
 
     def _describe(self, name: str) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from sqrtdk.backends import Plan
 from sqrtdk.call import Backward, Call, Forward, Slopes, Wanted, as_truth
 from sqrtdk.engines.describe import describe
 from sqrtdk.errors import InvalidTypeError, InvalidValueError
-from sqrtdk.statistics import AttentionStatistics
+from sqrtdk.statistics import ROW_FIELDS, AttentionStatistics
 
 Array = npt.NDArray[Any]
 
@@ -336,7 +336,7 @@ class Reference:
                 if weights is not None:
                     weights[tile] = attended.weights
             if counts is not None and numbers is not None and attended.statistics is not None:
-                described = [getattr(attended.statistics, item.name) for item in fields(AttentionStatistics)]
+                described = [getattr(attended.statistics, name) for name in ROW_FIELDS]
                 for field, values in zip((*counts, *numbers), described, strict=True):
                     field[tile] = values
         return Forward(

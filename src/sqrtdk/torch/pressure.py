@@ -83,12 +83,12 @@ class TemperaturePressure(Shown):
 
     def _table(self) -> Table:
         if self._sum is None:
-            return Table("TemperaturePressure before any backward pass", ("",), [])
+            return Table("TemperaturePressure before any backward pass", (), [])
         title = f"TemperaturePressure of {count(len(self._sum), 'head')} after "
         try:
             rows = [(str(head), f"{p:.3g}", _WANTS[p > 0, p < 0]) for head, p in enumerate(self._sum.tolist())]
         except RuntimeError:  # a tensor without numbers
-            return Table(title + f"a backward pass on {self._sum.device}, without numbers", ("",), [])
+            return Table(title + f"a backward pass on {self._sum.device}, without numbers", (), [])
         title += count(self.passes, "backward pass")
         if self.overflows:
             title += f", {self.overflows} more left out: gradients not finite"

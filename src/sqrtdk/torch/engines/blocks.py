@@ -90,10 +90,10 @@ def _attend(call: Call, wanted: Wanted) -> Forward:
                 if to_weights is not None:
                     to_weights[n, h, i, j] += soft.weights.flatten(1, 2).to(query.dtype)
                 if to_fields:
-                    rows = visible.any(dim=-1).flatten(1, 2)
+                    seeing = visible.any(dim=-1).flatten(1, 2)
                     for field, values in zip(to_fields, describe_block(block, soft, j.start), strict=True):
                         own = values.flatten(1, 2).to(field.dtype)
-                        field[n, h, i] = own if part == 0 else torch.where(rows, own, field[n, h, i])
+                        field[n, h, i] = own if part == 0 else torch.where(seeing, own, field[n, h, i])
     return Forward(output, numbers, counts, weights)
 
 
@@ -126,7 +126,7 @@ def _find_wide_rows(call: Call, block: Block, soft: Softmax, every_score: bool) 
         if _is_extreme(call.factor):
             return ~rows
     else:
-        sizes = block.scale.abs() if isinstance(block.scale, Tensor) else rows
+        sizes = torch.as_tensor(block.scale).abs()
         rows = rows | (sizes > _LARGE) | ((sizes < _SMALL) & (sizes != 0.0))
     if every_score or not math.isfinite(soft.weights.sum()):
         # Products of finite numbers may be infinite: every visible score must be finite, or those that decide.
