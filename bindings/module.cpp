@@ -9,128 +9,12 @@
 #include <cstdint>
 #include <optional>
 
+#include "arrays.h"
 #include "kernel.h"
-
-namespace nb = nanobind;
 
 namespace {
 
-constexpr int max_axes = 64;  // NumPy's limit
 constexpr double small_call = 1 << 16;  // multiply-adds; a double, as their number may pass int64
-
-// A borrowed view of an array; None gives one without data. What has no buffer, a torch tensor, comes as a tuple
-// (address, bytes per element, shape, strides in elements), which costs half of making it an array first.
-class View {
-public:
-    explicit View(nb::handle array, int flags = PyBUF_STRIDES) {
-        buffer_.obj = nullptr;
-        if (array.is_none()) {
-            return;
-        }
-        if (PyTuple_CheckExact(array.ptr())) {
-            read_tuple(array);
-            return;
-        }
-        if (PyObject_GetBuffer(array.ptr(), &buffer_, flags) != 0) {
-            throw nb::python_error();
-        }
-        data_ = buffer_.buf;
-        itemsize_ = buffer_.itemsize;
-        axes_ = buffer_.ndim;
-        for (int axis = 0; axis < axes_; ++axis) {
-            sizes_[axis] = buffer_.shape[axis];
-            strides_[axis] = buffer_.strides[axis];
-        }
-    }
-    View(const View&) = delete;
-    View& operator=(const View&) = delete;
-    ~View() {
-        if (buffer_.obj) {
-            PyBuffer_Release(&buffer_);
-        }
-    }
-
-    void* data() const { return data_; }
-
-    // Axes count from the end; one that is missing has size 1.
-    int64_t size(int from_end) const { return from_end <= axes_ ? sizes_[axes_ - from_end] : 1; }
-
-    // In elements. An axis that is missing or of size 1 is broadcast.
-    int64_t stride(int from_end) const { return size(from_end) == 1 ? 0 : strides_[axes_ - from_end] / itemsize_; }
-
-    int axes() const { return axes_; }
-
-    bool is_aligned() const {
-        bool aligned = reinterpret_cast<uintptr_t>(data_) % uintptr_t(itemsize_) == 0;
-        for (int axis = 0; axis < axes_; ++axis) {
-            aligned = aligned && (sizes_[axis] == 1 || strides_[axis] % itemsize_ == 0);
-        }
-        return aligned;
-    }
-
-private:
-    void read_tuple(nb::handle tuple) {
-        PyObject* const shape = PyTuple_GetItem(tuple.ptr(), 2);
-        PyObject* const strides = PyTuple_GetItem(tuple.ptr(), 3);
-        if (!shape || !strides || PyTuple_Size(shape) != PyTuple_Size(strides) || PyTuple_Size(shape) > max_axes) {
-            throw nb::value_error("a tensor must come as (address, bytes per element, shape, strides)");
-        }
-        data_ = PyLong_AsVoidPtr(PyTuple_GetItem(tuple.ptr(), 0));
-        itemsize_ = PyLong_AsLongLong(PyTuple_GetItem(tuple.ptr(), 1));
-        axes_ = int(PyTuple_Size(shape));
-        for (int axis = 0; axis < axes_; ++axis) {
-            sizes_[axis] = PyLong_AsLongLong(PyTuple_GetItem(shape, axis));
-            strides_[axis] = PyLong_AsLongLong(PyTuple_GetItem(strides, axis)) * itemsize_;
-        }
-        if (PyErr_Occurred()) {
-            throw nb::python_error();
-        }
-    }
-
-    Py_buffer buffer_;
-    void* data_ = nullptr;
-    int64_t itemsize_ = 1;
-    int axes_ = 0;
-    int64_t sizes_[max_axes];
-    int64_t strides_[max_axes];  // in bytes
-};
-
-// Strides of q, k, v, scale and mask along one leading axis, or along several that lie evenly in all five.
-struct BatchAxis {
-    int64_t size;
-    int64_t strides[5];
-};
-
-// The leading axes with those of size 1 dropped and neighbours joined where every array allows it; outermost first.
-int join_batch_axes(const View* const (&arrays)[5], const int (&inner_axes)[5], int count, BatchAxis* joined) {
-    int kept = 0;
-    for (int axis = count; axis >= 1; --axis) {
-        BatchAxis next = {arrays[0]->size(inner_axes[0] + axis), {}};
-        if (next.size == 1) {
-            continue;
-        }
-        bool joins = kept > 0;
-        for (int i = 0; i < 5; ++i) {
-            next.strides[i] = arrays[i]->stride(inner_axes[i] + axis);
-            joins = joins && joined[kept - 1].strides[i] == next.strides[i] * next.size;
-        }
-        if (joins) {
-            next.size *= joined[kept - 1].size;
-            --kept;
-        }
-        joined[kept++] = next;
-    }
-    return kept;
-}
-
-template <typename T>
-T* moved(T* pointer, int64_t elements) {
-    return pointer ? pointer + elements : pointer;
-}
-
-const void* moved_bytes(const void* pointer, int64_t bytes) {
-    return pointer ? static_cast<const char*>(pointer) + bytes : pointer;
-}
 
 sqrtdk::Statistics statistics_at(double* floats, int64_t* counts, int64_t all_rows, int64_t first_row) {
     if (!floats) {
@@ -175,15 +59,6 @@ private:
     bool raised_ = false;
 };
 
-int64_t bytes_of(sqrtdk::Dtype dtype) {
-    return dtype == sqrtdk::Dtype::float64 ? 8 : dtype == sqrtdk::Dtype::float32 ? 4 : 2;
-}
-
-int64_t bytes_of(sqrtdk::MaskKind kind) {
-    const bool is_float = kind != sqrtdk::MaskKind::none && kind != sqrtdk::MaskKind::boolean;
-    return is_float ? bytes_of(sqrtdk::Dtype(int(kind) - int(sqrtdk::MaskKind::float16))) : 1;
-}
-
 void raise_unless_ok(sqrtdk::Status status, const char* level) {
     switch (status) {
         case sqrtdk::Status::ok:
@@ -193,106 +68,108 @@ void raise_unless_ok(sqrtdk::Status status, const char* level) {
         case sqrtdk::Status::out_of_memory:
             PyErr_NoMemory();
             throw nb::python_error();
+        case sqrtdk::Status::invalid:
+            PyErr_SetString(PyExc_ValueError, "the kernel knows no such dtype or kind of mask");
+            throw nb::python_error();
         default:
             PyErr_Format(PyExc_RuntimeError, "the kernel has no level '%s' that runs here", level);
             throw nb::python_error();
     }
 }
 
-// False if an array is not aligned to its elements: the caller copies it and comes back.
-bool forward(const char* level, int threads, int dtype, nb::handle q_array, nb::handle k_array, nb::handle v_array,
-             double scale_number, nb::handle scale_array, int mask_kind, nb::handle mask_array, int64_t first,
-             int64_t last, double softcap, nb::handle sinks_array, nb::handle output_array, nb::handle floats_array,
-             nb::handle counts_array, uintptr_t team) {
-    const View q(q_array), k(k_array), v(v_array), scale(scale_array), mask(mask_array), sinks(sinks_array);
-    const int writable = PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS;
-    const View output(output_array, writable), floats(floats_array, writable), counts(counts_array, writable);
-    if (!(q.is_aligned() && k.is_aligned() && v.is_aligned() && scale.is_aligned() && mask.is_aligned())) {
-        return false;
-    }
-
-    sqrtdk::Forward call;
-    call.dtype = sqrtdk::Dtype(dtype);
-    const int64_t heads = q.size(3);
-    call.groups = k.size(3);
-    call.shared = heads / call.groups;
-    call.queries = q.size(2);
-    call.keys = k.size(2);
-    call.d_k = q.size(1);
-    call.d_v = v.size(1);
-    const int64_t shared = call.shared;
-    call.k = {k.data(), 0, k.stride(3), k.stride(2), k.stride(1)};
-    call.v = {v.data(), 0, v.stride(3), v.stride(2), v.stride(1)};
-    call.q = {q.data(), 0, shared * q.stride(3), q.stride(3), q.stride(2), q.stride(1)};
-    call.scale = {&scale_number, 0, 0, 0, 0};
-    if (scale.data()) {
-        call.scale = {static_cast<const double*>(scale.data()), 0, shared * scale.stride(2), scale.stride(2),
-                      scale.stride(1)};
-    }
-    call.mask = {sqrtdk::MaskKind(mask_kind), mask.data(),    0,
-                 shared * mask.stride(3),     mask.stride(3), mask.stride(2), mask.stride(1)};
-    call.first = first;
-    call.last = last;
-    call.softcap = softcap;
-    call.sinks = static_cast<const double*>(sinks.data());
-    call.threads = threads;
-    call.team = reinterpret_cast<sqrtdk::Team>(team);
+// Runs every round of a call; `run` gets the round's number and the problem with its arrays moved there.
+template <class Run>
+void run_rounds(const Inputs& inputs, const char* level, const Run& run) {
     Interrupts interrupts;
-    call.interrupted = &Interrupts::poll;
-    call.context = &interrupts;
-
-    BatchAxis axes[max_axes];
-    const View* const arrays[5] = {&q, &k, &v, &scale, &mask};
-    const int inner_axes[5] = {3, 3, 3, 2, 3};
-    const int leading = q.axes() > 3 ? q.axes() - 3 : 0;
-    int outer = join_batch_axes(arrays, inner_axes, leading, axes);
-    // The innermost joined axis goes through the kernel in one call; what lies unevenly outside of it is a loop here.
-    const BatchAxis inner = outer ? axes[--outer] : BatchAxis{1, {}};
-    call.batch = inner.size;
-    call.q.n = inner.strides[0];
-    call.k.n = inner.strides[1];
-    call.v.n = inner.strides[2];
-    call.scale.n = inner.strides[3];
-    call.mask.n = inner.strides[4];
-    int64_t rounds = 1;
-    for (int axis = 0; axis < outer; ++axis) {
-        rounds *= axes[axis].size;
-    }
-    const int64_t rows = call.batch * heads * call.queries;
-    const int64_t item = bytes_of(call.dtype);
-
+    sqrtdk::Problem part = inputs.problem;
+    part.interrupted = &Interrupts::poll;
+    part.context = &interrupts;
     sqrtdk::Status status = sqrtdk::Status::ok;
     {
         // A call of a few microseconds is over before another thread could have used the GIL.
         std::optional<nb::gil_scoped_release> released;
-        if (double(rounds * rows) * double(call.keys) * double(call.d_k + call.d_v) > small_call) {
+        if (inputs.size() > small_call) {
             released.emplace();
         }
-        for (int64_t round = 0; round < rounds && status == sqrtdk::Status::ok; ++round) {
-            int64_t at[5] = {};
-            int64_t left = round;
-            for (int axis = outer - 1; axis >= 0; --axis) {
-                for (int i = 0; i < 5; ++i) {
-                    at[i] += left % axes[axis].size * axes[axis].strides[i];
-                }
-                left /= axes[axis].size;
-            }
-            sqrtdk::Forward part = call;
-            part.q.data = moved_bytes(call.q.data, at[0] * item);
-            part.k.data = moved_bytes(call.k.data, at[1] * item);
-            part.v.data = moved_bytes(call.v.data, at[2] * item);
-            part.scale.data = moved(call.scale.data, at[3]);
-            part.mask.data = moved_bytes(call.mask.data, at[4] * bytes_of(call.mask.kind));
-            part.output = static_cast<char*>(output.data()) + round * rows * call.d_v * item;
-            part.statistics = statistics_at(static_cast<double*>(floats.data()), static_cast<int64_t*>(counts.data()),
-                                            rounds * rows, round * rows);
-            status = sqrtdk::forward(part, level);
-            if (status == sqrtdk::Status::ok && rounds > 1 && Interrupts::poll(&interrupts)) {
+        for (int64_t round = 0; round < inputs.rounds && status == sqrtdk::Status::ok; ++round) {
+            const int64_t grad_output_at = inputs.enter(round, part);
+            status = run(round, part, grad_output_at);
+            if (status == sqrtdk::Status::ok && inputs.rounds > 1 && Interrupts::poll(&interrupts)) {
                 status = sqrtdk::Status::interrupted;
             }
         }
     }
     raise_unless_ok(status, level);
+}
+
+// Rows of float64 [2, rows of all rounds]: maxima, then sums.
+sqrtdk::Saved saved_at(const View& saved, int64_t all_rows, int64_t first_row) {
+    double* const data = static_cast<double*>(saved.data());
+    return {moved(data, first_row), moved(data, all_rows + first_row)};
+}
+
+void* part_of(const View& array, int64_t bytes) { return const_cast<void*>(moved_bytes(array.data(), bytes)); }
+
+constexpr int writable = PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS;
+
+// False if an array is not aligned to its elements: the caller copies it and comes back.
+bool forward(const char* level, int threads, int dtype, nb::handle q, nb::handle k, nb::handle v, double scale_number,
+             nb::handle scale, int mask_kind, nb::handle mask, int64_t first, int64_t last, double softcap,
+             nb::handle sinks, nb::handle output_array, nb::handle floats_array, nb::handle counts_array,
+             uintptr_t team, nb::handle weights_array, nb::handle saved_array) {
+    const Inputs inputs({level, threads, dtype, q, k, v, scale_number, scale, mask_kind, mask, first, last, softcap,
+                         sinks, team});
+    const View output(output_array, writable), floats(floats_array, writable), counts(counts_array, writable);
+    const View weights(weights_array, writable), saved(saved_array, writable);
+    if (!inputs.are_aligned()) {
+        return false;
+    }
+    const int64_t rows = inputs.rows, item = inputs.item, all_rows = inputs.rounds * rows;
+    run_rounds(inputs, level, [&](int64_t round, const sqrtdk::Problem& part, int64_t) {
+        sqrtdk::Forward call;
+        static_cast<sqrtdk::Problem&>(call) = part;
+        call.output = part_of(output, round * rows * part.d_v * item);
+        call.statistics = statistics_at(static_cast<double*>(floats.data()), static_cast<int64_t*>(counts.data()),
+                                        all_rows, round * rows);
+        call.weights = part_of(weights, round * rows * part.keys * item);
+        call.saved = saved_at(saved, all_rows, round * rows);
+        return sqrtdk::forward(call, level);
+    });
+    return true;
+}
+
+// False if an array is not aligned to its elements. The gradients of k and v are those of arrays with q's leading axes.
+bool backward(const char* level, int threads, int dtype, nb::handle q, nb::handle k, nb::handle v, double scale_number,
+              nb::handle scale, int mask_kind, nb::handle mask, int64_t first, int64_t last, double softcap,
+              nb::handle sinks, nb::handle saved_array, nb::handle output_array, nb::handle grad_output_array,
+              nb::handle query_array, nb::handle key_array, nb::handle value_array, nb::handle scales_array,
+              nb::handle sink_rows_array, uintptr_t team) {
+    const View grad_output(grad_output_array), saved(saved_array, PyBUF_C_CONTIGUOUS);
+    const View output(output_array, PyBUF_C_CONTIGUOUS);
+    const View query(query_array, writable), key(key_array, writable), value(value_array, writable);
+    const View scales(scales_array, writable), sink_rows(sink_rows_array, writable);
+    const Inputs inputs({level, threads, dtype, q, k, v, scale_number, scale, mask_kind, mask, first, last, softcap,
+                         sinks, team}, &grad_output);
+    if (!inputs.are_aligned() || !grad_output.is_aligned()) {
+        return false;
+    }
+    const int64_t rows = inputs.rows, item = inputs.item;
+    const int64_t keys = inputs.problem.batch * inputs.problem.groups * inputs.problem.keys;
+    run_rounds(inputs, level, [&](int64_t round, const sqrtdk::Problem& part, int64_t grad_output_at) {
+        sqrtdk::Backward call;
+        static_cast<sqrtdk::Problem&>(call) = part;
+        call.saved = saved_at(saved, inputs.rounds * rows, round * rows);
+        call.output = part_of(output, round * rows * part.d_v * item);
+        call.grad_output = inputs.query(grad_output);
+        call.grad_output.n = inputs.grad_output_n;
+        call.grad_output.data = moved_bytes(grad_output.data(), grad_output_at * item);
+        call.gradients.query = part_of(query, round * rows * part.d_k * item);
+        call.gradients.key = part_of(key, round * keys * part.d_k * item);
+        call.gradients.value = part_of(value, round * keys * part.d_v * item);
+        call.gradients.scale = moved(static_cast<double*>(scales.data()), round * rows);
+        call.gradients.sinks = moved(static_cast<double*>(sink_rows.data()), round * rows);
+        return sqrtdk::backward(call, level);
+    });
     return true;
 }
 
@@ -314,7 +191,14 @@ NB_MODULE(_kernel, module) {
                nb::arg("v"), nb::arg("scale_number"), nb::arg("scale").none(), nb::arg("mask_kind"),
                nb::arg("mask").none(), nb::arg("first"), nb::arg("last"), nb::arg("softcap"), nb::arg("sinks").none(),
                nb::arg("output"), nb::arg("floats").none(), nb::arg("counts").none(), nb::arg("team") = 0,
+               nb::arg("weights") = nb::none(), nb::arg("saved") = nb::none(),
                "One forward pass into output and statistics; False if an array is not aligned to its elements.");
+    module.def("backward", &backward, nb::arg("level"), nb::arg("threads"), nb::arg("dtype"), nb::arg("q"),
+               nb::arg("k"), nb::arg("v"), nb::arg("scale_number"), nb::arg("scale").none(), nb::arg("mask_kind"),
+               nb::arg("mask").none(), nb::arg("first"), nb::arg("last"), nb::arg("softcap"), nb::arg("sinks").none(),
+               nb::arg("saved"), nb::arg("output"), nb::arg("grad_output"), nb::arg("grad_query"), nb::arg("grad_key"),
+               nb::arg("grad_value"), nb::arg("grad_scale").none(), nb::arg("grad_sinks").none(), nb::arg("team") = 0,
+               "One backward pass into the gradients; False if an array is not aligned to its elements.");
     module.def("levels", &list_levels, "The CPU levels compiled in, best first: (name, runs here).");
     module.def("best_level", [] { return sqrtdk::best_level(); }, "The best level that runs here.");
     module.def("probe_fma", &sqrtdk::probe_fma, nb::arg("level"), nb::arg("threads"),

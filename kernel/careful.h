@@ -84,6 +84,14 @@ bool attend_carefully(const Forward& call, int64_t n, int64_t g, int64_t row) {
     In* to = static_cast<In*>(call.output) + at * call.d_v;
     using Out = decltype(widen(In()));
     for (int64_t d = 0; d < call.d_v; ++d) to[d] = narrow(Out(output[d] * inverse), In());
+    save_row(call.saved, at, top, sum);
+    if (call.weights != nullptr) {
+        In* weights = static_cast<In*>(call.weights) + at * call.keys;
+        for (int64_t j = 0; j < call.keys; ++j) weights[j] = In();
+        for (int64_t j = 0; j < keys; ++j)
+            if (read_mask(call.mask, mask_row + (lo + j) * call.mask.s) != -INFINITY)
+                weights[lo + j] = narrow(Out(std::exp(logits[j] - top) * inverse), In());
+    }
     if (call.statistics.entropy != nullptr) {
         state.top[0] = top;
         state.logits.anchor[0] = mean;

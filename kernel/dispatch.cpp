@@ -17,6 +17,7 @@ struct Implementation {
     const char* name;
     bool (*runs_here)();
     Status (*forward)(const Forward&);
+    Status (*backward)(const Backward&);
     double (*fused_operations)(int64_t);
     void (*read_memory)(const float*, int64_t);
 };
@@ -34,10 +35,10 @@ bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_support
 // Best first.
 const Implementation implementations[] = {
 #if defined(__x86_64__)
-    {"avx512", has_avx512, avx512::forward, avx512::fused_operations, avx512::read_memory},
-    {"avx2", has_avx2, avx2::forward, avx2::fused_operations, avx2::read_memory},
+    {"avx512", has_avx512, avx512::forward, avx512::backward, avx512::fused_operations, avx512::read_memory},
+    {"avx2", has_avx2, avx2::forward, avx2::backward, avx2::fused_operations, avx2::read_memory},
 #endif
-    {"portable", always, portable::forward, portable::fused_operations, portable::read_memory},
+    {"portable", always, portable::forward, portable::backward, portable::fused_operations, portable::read_memory},
 };
 constexpr int implementation_count = int(sizeof(implementations) / sizeof(implementations[0]));
 
@@ -56,11 +57,11 @@ constexpr int64_t poll_every = 20;
 
 }  // namespace
 
-Work::Work(const Forward& call, int64_t pieces)
+Work::Work(const Problem& call, int64_t pieces)
     : interrupted_(call.interrupted), context_(call.context), pieces_(pieces),
       next_poll_(interrupted_ == nullptr ? 0 : milliseconds() + poll_every) {}
 
-int64_t Work::take(int worker) {
+bool Work::is_over(int worker) {
     if (worker == 0 && interrupted_ != nullptr) {
         const int64_t now = milliseconds();
         if (now >= next_poll_) {
@@ -68,7 +69,11 @@ int64_t Work::take(int worker) {
             if (interrupted_(context_)) fail(Status::interrupted);
         }
     }
-    if (status_.load(std::memory_order_relaxed) != int(Status::ok)) return -1;
+    return status_.load(std::memory_order_relaxed) != int(Status::ok);
+}
+
+int64_t Work::take(int worker) {
+    if (is_over(worker)) return -1;
     const int64_t piece = next_.fetch_add(1, std::memory_order_relaxed);
     return piece < pieces_ ? piece : -1;
 }
@@ -82,16 +87,27 @@ int useful_threads(int threads, int64_t pieces, double multiply_adds) {
     return useful < 1 ? 1 : int(useful);
 }
 
-Status forward(const Forward& call, const char* level) {
+namespace {
+
+template <class Call>
+Status run(const Call& call, const char* level, Status (*Implementation::*pass)(const Call&)) {
     const Implementation* implementation = find(level);
     if (implementation == nullptr) return Status::unknown_level;
+    const int dtype = int(call.dtype), mask = int(call.mask.kind);
+    if (dtype < 0 || dtype > int(Dtype::float64) || mask < 0 || mask > int(MaskKind::float64)) return Status::invalid;
     // The caller's exception flags stay as they were, whatever is computed on the way to the pool and back.
     std::fenv_t environment;
     std::fegetenv(&environment);
-    const Status status = implementation->forward(call);
+    const Status status = (implementation->*pass)(call);
     std::fesetenv(&environment);
     return status;
 }
+
+}  // namespace
+
+Status forward(const Forward& call, const char* level) { return run(call, level, &Implementation::forward); }
+
+Status backward(const Backward& call, const char* level) { return run(call, level, &Implementation::backward); }
 
 const Level* levels(int* count) {
     struct Found {

@@ -6,6 +6,7 @@
 #define SQRTDK_DECLARE_LEVEL(name)                    \
     namespace name {                                  \
     Status forward(const Forward& call);              \
+    Status backward(const Backward& call);            \
     double fused_operations(int64_t rounds);          \
     void read_memory(const float* p, int64_t count);  \
     }

@@ -57,7 +57,6 @@ struct FewRows {
             take_block(call, scratch, output, n, g, from, smaller(from + few_block, end), rows);
     }
 
-  private:
     static void load_query(const Forward& call, T* to, int64_t n, int64_t g, int64_t row) {
         const int64_t r = row / call.queries, l = row % call.queries;
         const In* q = static_cast<const In*>(call.q.data) + n * call.q.n + g * call.q.g + r * call.q.r + l * call.q.l;
@@ -75,6 +74,7 @@ struct FewRows {
         return View<T, In>::of(from, row, step, rows, width, copy);
     }
 
+  private:
     void take_block(const Forward& call, const FewScratch<T>& scratch, T* output, int64_t n, int64_t g, int64_t begin,
                     int64_t end, int rows) {
         const int64_t count = end - begin;
@@ -113,6 +113,7 @@ struct FewRows {
         block.tiny2[i] = block.tiny3[i] = 0;
     }
 
+  public:
     static bool look(const Forward& call, int64_t n, int64_t g, int64_t row, int64_t begin, int64_t count,
                      uint64_t (&sees)[few_block / 64]) {
         const int64_t r = row / call.queries, l = row % call.queries;
@@ -174,6 +175,7 @@ struct FewRows {
         }
     }
 
+  private:
     void adjust(const Forward& call, int64_t n, int64_t g, int64_t row, int64_t begin, int64_t count, const uint64_t* sees,
                 T* scores) {
         const Mask& mask = call.mask;

@@ -2,42 +2,20 @@
 #pragma once
 
 #include <cstdint>
-#include <cstdlib>
-#include <new>
 
+#include "arena.h"
 #include "careful.h"
 #include "few_rows.h"
 #include "kernel.h"
 #include "level.h"
 #include "pool.h"
 #include "tile.h"
+#include "weights.h"
 #include "work.h"
 
 namespace sqrtdk {
 namespace SQRTDK_LEVEL {
 namespace {
-
-// Memory that is cut into aligned arrays of numbers; freed when the worker is done.
-class Arena {
-  public:
-    explicit Arena(size_t bytes) : start_(static_cast<char*>(std::aligned_alloc(64, (bytes + 63) / 64 * 64))), next_(start_) {}
-    ~Arena() { std::free(start_); }
-    Arena(const Arena&) = delete;
-    Arena& operator=(const Arena&) = delete;
-
-    bool ok() const { return start_ != nullptr; }
-    static size_t room(size_t bytes) { return (bytes + 63) / 64 * 64; }
-    template <class T>
-    T* take(size_t count) {
-        T* p = reinterpret_cast<T*>(next_);
-        next_ += room(count * sizeof(T));
-        return p;
-    }
-
-  private:
-    char* start_;
-    char* next_;
-};
 
 template <class T, class In, bool statistics>
 struct TilePass {
@@ -69,8 +47,9 @@ struct TilePass {
             const int count = int(smaller(rows - first, W));
             const int64_t n = head / call.groups, g = head % call.groups;
             uint64_t odd = loop->run(call, scratch, n, g, first, count, false);
+            if (odd != 0) odd = loop->run(call, scratch, n, g, first, count, true);
+            if (call.weights != nullptr) write_weights(*loop, call, scratch, n, g, first, count);
             if (odd == 0) continue;
-            odd = loop->run(call, scratch, n, g, first, count, true);
             for (int i = 0; i < count; ++i)
                 if ((odd >> i & 1) && !attend_carefully<In>(call, n, g, first + i)) work.fail(Status::out_of_memory);
         }
@@ -142,6 +121,8 @@ struct FewPass {
                 to[d] = narrow(T(output[row * d_v + d] * inverse), In());
             }
             if (statistics) write_statistics<T, few>(call.statistics, at, state, row, scores, sink);
+            save_row(call.saved, at, state.top[row], state.sum[row]);
+            if (call.weights != nullptr) ok = write_few_weights<Loop, In>(call, n, g, row, state.top[row], inverse) && ok;
             const Scale& s = call.scale;
             const double scale = s.data[n * s.n + g * s.g + row / call.queries * s.r + row % call.queries * s.l];
             const bool sound = check == 0 && state.sum[row] > 0 && (!statistics || is_described(state, row));
@@ -204,7 +185,7 @@ Status forward(const Forward& call) {
         case Dtype::float32: return run<float, float>(call);
         case Dtype::float64: return run<double, double>(call);
     }
-    return Status::ok;
+    return Status::invalid;
 }
 
 // Independent chains of multiply-adds that stay in registers: what the products could reach at best.

@@ -9,7 +9,7 @@ namespace sqrtdk {
 
 enum class Dtype : int { float16, bfloat16, float32, float64 };
 enum class MaskKind : int { none, boolean, float16, bfloat16, float32, float64 };
-enum class Status : int { ok, interrupted, out_of_memory, unknown_level };
+enum class Status : int { ok, interrupted, out_of_memory, unknown_level, invalid };
 
 // A strided array; strides count elements and may be zero or negative.
 struct Query {  // [N, G, R, L, D]
@@ -51,7 +51,8 @@ struct Statistics {
 // runtime that the program has anyway, in place of the kernel's own threads. The signature is that of GOMP_parallel.
 using Team = void (*)(void (*body)(void*), void* data, unsigned threads, unsigned flags);
 
-struct Forward {
+// What both passes read: the arrays, who sees whom, and how the call is to be run.
+struct Problem {
     Dtype dtype;
     int64_t batch, groups, shared, queries, keys, d_k, d_v;
     Query q;
@@ -62,8 +63,6 @@ struct Forward {
     int64_t first, last;
     double softcap;        // 0: none
     const double* sinks;   // [G * R], or null
-    void* output;          // contiguous [N, G, R, L, V] of dtype
-    Statistics statistics;
     int threads;           // at least 1; the result does not depend on it
     Team team = nullptr;   // null: the kernel's own threads
     // Called by the calling thread every few milliseconds; true stops the call. May be null.
@@ -71,8 +70,40 @@ struct Forward {
     void* context;
 };
 
-// Runs one forward pass on the named CPU level. Inputs are only read; outputs are complete unless the status says otherwise.
+// What the backward pass needs to know of each row, contiguous [N, G, R, L], or null: the largest logit and the sum of
+// exp(logit - max) over the visible keys, the sink left out. A row that sees nothing has -inf and 0.
+struct Saved {
+    double* max;
+    double* sum;
+};
+
+struct Forward : Problem {
+    void* output;          // contiguous [N, G, R, L, V] of dtype
+    Statistics statistics;
+    void* weights;         // contiguous [N, G, R, L, S] of dtype, the sink in the denominator, 0 if not visible; or null
+    Saved saved;
+};
+
+// What backward() writes; query, key and value contiguous and of the call's dtype, scale and sinks per row or null.
+struct Gradients {
+    void* query;    // [N, G, R, L, D]
+    void* key;      // [N, G, S, D], summed over the query heads that share the key
+    void* value;    // [N, G, S, V]
+    double* scale;  // [N, G, R, L]: <q, sum over keys of dscore * k>, defined at scale 0 too
+    double* sinks;  // [N, G, R, L]: -p_sink * <grad_output, output>
+};
+
+struct Backward : Problem {
+    Saved saved;         // of the forward pass; only read
+    const void* output;  // of the forward pass, contiguous [N, G, R, L, V] of dtype
+    Query grad_output;   // [N, G, R, L, V] of dtype
+    Gradients gradients;
+};
+
+// Run one pass on the named CPU level. Inputs are only read; outputs are complete unless the status says otherwise.
+// An unknown dtype or kind of mask is `invalid`.
 Status forward(const Forward& call, const char* level);
+Status backward(const Backward& call, const char* level);
 
 // CPU levels compiled in, best first, and whether this machine can run each.
 struct Level {

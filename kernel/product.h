@@ -1,8 +1,9 @@
-// The two matrix products of attention as one microkernel: rows of broadcast numbers times panels of query lanes.
+// The matrix products of attention, two forward and five back, as one microkernel: rows of broadcast numbers times panels of lanes.
 //
 //   C[row][lane] (+)= sum_k A[row][k] * B[k][lane]      A is read element by element from where it lies, any strides
 //   scores: row = key, k = feature;  A = keys,             B = queries, transposed
 //   output: row = feature, k = key;  A = values, turned,   B = weights
+//   gradient of values: row = key, k = query;  A = weights,  B = gradients of the output, lanes are features
 #pragma once
 
 #include <cstddef>
@@ -25,11 +26,10 @@ constexpr int row_block = Simd<T>::registers >= 32 ? 4 : 3;
 
 // Noinline: inlined into the tile loop the register allocator spills and a fifth of the speed is gone.
 template <class T, int rows, int vectors, bool add>
-__attribute__((noinline)) void multiply_block(T* c, const T* a, ptrdiff_t a_row, ptrdiff_t a_step, const T* b,
-                                              int64_t steps) {
+__attribute__((noinline)) void multiply_block(T* c, ptrdiff_t c_row, const T* a, ptrdiff_t a_row, ptrdiff_t a_step,
+                                              const T* b, ptrdiff_t b_row, int64_t steps) {
     using S = Simd<T>;
     using Vec = typename S::Vec;
-    constexpr int width = tile_rows<T>;
     Vec sum[rows][vectors];
     // Every loop over registers is unrolled by hand of the compiler's front end: left to the optimizer the sums take a
     // detour over the stack, 3% of the time of a block.
@@ -62,43 +62,53 @@ __attribute__((noinline)) void multiply_block(T* c, const T* a, ptrdiff_t a_row,
             }
         }
         a += a_step;
-        b += width;
+        b += b_row;
     }
 #pragma GCC unroll 4
     for (int i = 0; i < rows; ++i)
 #pragma GCC unroll 4
         for (int j = 0; j < vectors; ++j) {
             // What was there is added last: rounding grows with the block's length, not with all keys so far.
-            T* to = c + i * width + j * S::lanes;
+            T* to = c + i * c_row + j * S::lanes;
             S::store(to, add ? S::add(S::load(to), sum[i][j]) : sum[i][j]);
         }
 }
 
 template <class T, int vectors, bool add>
-void multiply_rows(T* c, int64_t rows, const T* a, ptrdiff_t a_row, ptrdiff_t a_step, const T* b, int64_t steps) {
+void multiply_rows(T* c, ptrdiff_t c_row, int64_t rows, const T* a, ptrdiff_t a_row, ptrdiff_t a_step, const T* b,
+                   ptrdiff_t b_row, int64_t steps) {
     constexpr int block = row_block<T>;
-    constexpr int width = tile_rows<T>;
     int64_t i = 0;
     for (; i + block <= rows; i += block)
-        multiply_block<T, block, vectors, add>(c + i * width, a + i * a_row, a_row, a_step, b, steps);
+        multiply_block<T, block, vectors, add>(c + i * c_row, c_row, a + i * a_row, a_row, a_step, b, b_row, steps);
+    c += i * c_row;
+    a += i * a_row;
     switch (rows - i) {
-        case 3: multiply_block<T, 3, vectors, add>(c + i * width, a + i * a_row, a_row, a_step, b, steps); break;
-        case 2: multiply_block<T, 2, vectors, add>(c + i * width, a + i * a_row, a_row, a_step, b, steps); break;
-        case 1: multiply_block<T, 1, vectors, add>(c + i * width, a + i * a_row, a_row, a_step, b, steps); break;
+        case 3: multiply_block<T, 3, vectors, add>(c, c_row, a, a_row, a_step, b, b_row, steps); break;
+        case 2: multiply_block<T, 2, vectors, add>(c, c_row, a, a_row, a_step, b, b_row, steps); break;
+        case 1: multiply_block<T, 1, vectors, add>(c, c_row, a, a_row, a_step, b, b_row, steps); break;
         default: break;
     }
 }
 
-// `vectors` from 1 to 4: on a causal diagonal only the vectors that see something take part.
+// C and B any number of vectors wide, their rows any distance apart.
+template <class T, bool add>
+void multiply_wide(T* c, ptrdiff_t c_row, int64_t rows, const T* a, ptrdiff_t a_row, ptrdiff_t a_step, const T* b,
+                   ptrdiff_t b_row, int64_t steps, int64_t vectors) {
+    for (; vectors > 0; vectors -= panel, c += tile_rows<T>, b += tile_rows<T>) {
+        switch (vectors) {
+            default: multiply_rows<T, 4, add>(c, c_row, rows, a, a_row, a_step, b, b_row, steps); break;
+            case 3: multiply_rows<T, 3, add>(c, c_row, rows, a, a_row, a_step, b, b_row, steps); break;
+            case 2: multiply_rows<T, 2, add>(c, c_row, rows, a, a_row, a_step, b, b_row, steps); break;
+            case 1: multiply_rows<T, 1, add>(c, c_row, rows, a, a_row, a_step, b, b_row, steps); break;
+        }
+    }
+}
+
+// `vectors` from 1 to 4 of a tile of queries: on a causal diagonal only those that see something take part.
 template <class T, bool add>
 void multiply(T* c, int64_t rows, const T* a, ptrdiff_t a_row, ptrdiff_t a_step, const T* b, int64_t steps, int vectors) {
-    switch (vectors) {
-        case 4: multiply_rows<T, 4, add>(c, rows, a, a_row, a_step, b, steps); break;
-        case 3: multiply_rows<T, 3, add>(c, rows, a, a_row, a_step, b, steps); break;
-        case 2: multiply_rows<T, 2, add>(c, rows, a, a_row, a_step, b, steps); break;
-        case 1: multiply_rows<T, 1, add>(c, rows, a, a_row, a_step, b, steps); break;
-        default: break;
-    }
+    multiply_wide<T, add>(c, tile_rows<T>, rows, a, a_row, a_step, b, tile_rows<T>, steps, vectors);
 }
 
 }  // namespace

@@ -154,6 +154,13 @@ void merge_states(RowState<T, W>& row, const RowState<T, W>& other, double (&kee
     }
 }
 
+// What the backward pass starts from.
+inline void save_row(const Saved& to, int64_t at, double top, double sum) {
+    if (to.max == nullptr) return;
+    to.max[at] = top;
+    to.sum[at] = sum;
+}
+
 // Writes the statistics of one row at its place; `scores` says whether score_* differ from the logits'.
 template <class T, int W>
 void write_statistics(const Statistics& to, int64_t at, const RowState<T, W>& row, int i, bool scores, const double* sink) {

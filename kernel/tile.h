@@ -26,7 +26,7 @@ namespace {
 // Head and query of a row, without a division per row; at the last row that is there it stays.
 struct RowCursor {
     int64_t queries, r, l;
-    RowCursor(const Forward& call, int64_t row) : queries(call.queries), r(row / call.queries), l(row % call.queries) {}
+    RowCursor(const Problem& call, int64_t row) : queries(call.queries), r(row / call.queries), l(row % call.queries) {}
     void step(bool there) {
         if (!there || ++l < queries) return;
         l = 0;
@@ -67,7 +67,6 @@ struct Tile {
         return odd | finish(call, scratch.output, n, g, first_row, rows, seen);
     }
 
-  private:
     // Returns the rows whose scale cannot be multiplied in beforehand.
     uint64_t load_queries(const Forward& call, T* to, int64_t n, int64_t g, int64_t first_row, int rows) {
         const In* rows_at[W];
@@ -115,7 +114,7 @@ struct Tile {
     static typename S::Vec load_row(const In* p, int64_t step) { return load_row(p, step, static_cast<T*>(nullptr)); }
 
     // Where each row stands: its range of keys and its row of the mask. Rows that are not there repeat the last one.
-    void place(const Forward& call, int64_t n, int64_t g, int64_t first_row, int rows) {
+    void place(const Problem& call, int64_t n, int64_t g, int64_t first_row, int rows) {
         const Mask& mask = call.mask;
         sight.rows = rows;
         sight.one_mask = true;
@@ -180,6 +179,7 @@ struct Tile {
         }
     }
 
+  private:
     uint64_t take_block(const Forward& call, const Scratch<T>& scratch, int64_t n, int64_t g, int64_t begin, int64_t end,
                         bool careful) {
         const Sight what = sight.look(call.mask, begin, end);
@@ -291,6 +291,7 @@ struct Tile {
             const bool described = !statistics || is_described(state, i);
             if (i < rows && sees && !(finite && described)) bad |= 1ull << i;
             if (statistics && i < rows) write_statistics<T, W>(call.statistics, out_row + i, state, i, scores, sink);
+            if (i < rows) save_row(call.saved, out_row + i, state.top[i], state.sum[i]);
         }
         In* to = static_cast<In*>(call.output) + out_row * call.d_v;
         for (int c = 0; c * S::lanes < rows; ++c) {

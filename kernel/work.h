@@ -10,10 +10,13 @@ namespace sqrtdk {
 
 class Work {
   public:
-    Work(const Forward& call, int64_t pieces);
+    Work(const Problem& call, int64_t pieces);
 
     // The next piece, or -1 when there is none or the call was interrupted. Worker 0, the calling thread, polls.
     int64_t take(int worker);
+
+    // Whether the call was interrupted or has failed: asked by a worker in the middle of a long piece.
+    bool is_over(int worker);
 
     void fail(Status status) { status_.store(int(status)); }
     Status status() const { return Status(status_.load()); }

@@ -108,7 +108,7 @@ inline void describe(const std::vector<double>& x, double* largest, double* mean
     *mean += *largest;
 }
 
-inline bool sees(const Forward& call, int64_t n, int64_t g, int64_t r, int64_t i, int64_t j, double* bias) {
+inline bool sees(const Problem& call, int64_t n, int64_t g, int64_t r, int64_t i, int64_t j, double* bias) {
     const Mask& mask = call.mask;
     *bias = 0.0;
     if (j - i < call.first || j - i > call.last) {
@@ -125,7 +125,7 @@ inline bool sees(const Forward& call, int64_t n, int64_t g, int64_t r, int64_t i
     return *bias != -std::numeric_limits<double>::infinity();
 }
 
-inline Row attend(const Forward& call, int64_t n, int64_t g, int64_t r, int64_t i) {
+inline Row attend(const Problem& call, int64_t n, int64_t g, int64_t r, int64_t i) {
     Row row;
     const double scale = call.scale.data[n * call.scale.n + g * call.scale.g + r * call.scale.r + i * call.scale.l];
     for (int64_t j = 0; j < call.keys; ++j) {

@@ -46,10 +46,11 @@ class Backend:
 
 
 class Plan(NamedTuple):
-    """What a call of attention needs to know: the kernel's `forward` (None: the reference), its level, its threads, and
+    """What a call of attention needs to know: the kernel's passes (None: the reference), its level, its threads, and
     whether somebody asked for this backend by name."""
 
     forward: Callable[..., bool] | None
+    backward: Callable[..., bool] | None
     level: str
     threads: int
     is_forced: bool
@@ -221,7 +222,9 @@ def _make_plan(choice: _Choice) -> Plan:
     if name is None:
         name = REFERENCE if kernel is None else kernel.best_level()
     count = choice.threads if choice.threads is not None else _default_threads()
-    return Plan(None if kernel is None or name == REFERENCE else kernel.forward, name, count, is_forced)
+    if kernel is None or name == REFERENCE:
+        return Plan(None, None, name, count, is_forced)
+    return Plan(kernel.forward, kernel.backward, name, count, is_forced)
 
 
 def _require_running(argument: str, name: Any) -> None:

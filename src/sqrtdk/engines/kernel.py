@@ -42,13 +42,11 @@ class Kernel:
     name = "kernel"
 
     def takes(self, call: Call, wanted: Wanted | Slopes, plan: Plan) -> str | None:
-        """The forward pass without weights."""
-        if type(wanted) is Slopes:
-            return "it has no backward pass"
-        return "it writes no weights" if wanted[1] else None
+        """Everything that arrays can ask for."""
+        return None
 
     def forward(self, call: Call, wanted: Wanted, plan: Plan) -> Forward:
-        """Output and statistics from one pass; the arrays are read where they lie."""
+        """Output, statistics and weights from one pass; the arrays are read where they lie."""
         query, value = call.query, call.value
         dtype, rows = query.dtype, query.shape[:-1]
         counts = np.empty((2, *rows), np.int64) if wanted.statistics else None
@@ -56,21 +54,55 @@ class Kernel:
         if not (query.size and call.key.size):
             if counts is not None:
                 describe_blind(counts, numbers, call.sinks is not None)
-            return Forward(np.zeros((*rows, value.shape[-1]), dtype), numbers, counts)
+            weights = np.zeros((*rows, call.key.shape[-2]), dtype) if wanted.weights else None
+            return Forward(np.zeros((*rows, value.shape[-1]), dtype), numbers, counts, weights)
         if not value.shape[-1]:  # values without features: the rows have statistics all the same
             padded = np.zeros((*value.shape[:-1], 1), dtype)
             whole = self.forward(call._replace(value=padded), wanted, plan)
             return whole._replace(output=whole.output[..., :0])
         problem = _as_problem(call)
         output = np.empty((*rows, value.shape[-1]), problem.query.dtype)
+        weights = np.empty((*rows, call.key.shape[-2]), problem.query.dtype) if wanted.weights else None
+        saved = np.empty((2, *rows)) if wanted.saved else None
         assert plan.forward is not None
-        if not plan.forward(plan.level, plan.threads, *problem, output, numbers, counts):
+        if not plan.forward(plan.level, plan.threads, *problem, output, numbers, counts, 0, weights, saved):
             return self.forward(_copy_misaligned(call), wanted, plan)
-        return Forward(output.view(dtype) if output.dtype is not dtype else output, numbers, counts)
+        if output.dtype is not dtype:
+            output, weights = output.view(dtype), None if weights is None else weights.view(dtype)
+        return Forward(output, numbers, counts, weights, saved)
 
     def backward(self, call: Call, slopes: Slopes, done: Forward, plan: Plan) -> Backward:
-        """Not there: `takes` says so."""
-        raise AssertionError("takes refuses gradients")
+        """The gradients, from the forward pass's maxima and sums; without them it is run first."""
+        query, key, value, rows = call.query, call.key, call.value, call.query.shape[:-1]
+        to_scale = np.zeros(rows) if slopes.scale else None
+        to_sinks = None if call.sinks is None else np.zeros(rows)
+        if not (query.size and key.size and value.size):
+            to_query, to_key, to_value = (np.zeros(x.shape, x.dtype) for x in (query, key, value))
+            return Backward(to_query, to_key, to_value, to_scale, to_sinks)
+        if done.saved is None:
+            done = self.forward(call, Wanted(saved=True), plan)
+        problem = _as_problem(call)
+        working = problem.query.dtype
+        to_query, to_key, to_value = (np.empty(x.shape, working) for x in (query, key, value))
+        assert plan.backward is not None
+        if not plan.backward(
+            plan.level,
+            plan.threads,
+            *problem,
+            done.saved,
+            _as_kernel_reads(done.output),
+            _as_kernel_reads(slopes.output),
+            to_query,
+            to_key,
+            to_value,
+            to_scale,
+            to_sinks,
+        ):
+            slopes = slopes._replace(output=_align(slopes.output))
+            return self.backward(_copy_misaligned(call), slopes, done, plan)
+        dtype = query.dtype
+        to_query, to_key, to_value = (x if working is dtype else x.view(dtype) for x in (to_query, to_key, to_value))
+        return Backward(to_query, to_key, to_value, to_scale, to_sinks)
 
 
 def _as_problem(call: Call) -> Problem:
@@ -109,11 +141,12 @@ def _as_kernel_reads(array: Array) -> Array:
 def _copy_misaligned(call: Call) -> Call:
     """The call with every array copied whose elements do not lie at a multiple of their size."""
 
-    def aligned(array: Array) -> Array:
-        return array if array.flags.aligned else array.copy()
+    mask = None if call.mask is None else _align(call.mask)
+    return call._replace(query=_align(call.query), key=_align(call.key), value=_align(call.value), mask=mask)
 
-    mask = None if call.mask is None else aligned(call.mask)
-    return call._replace(query=aligned(call.query), key=aligned(call.key), value=aligned(call.value), mask=mask)
+
+def _align(array: Array) -> Array:
+    return array if array.flags.aligned else array.copy()
 
 
 KERNEL = Kernel()

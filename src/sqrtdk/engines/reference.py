@@ -152,7 +152,8 @@ def _compute_softmax(rows: Rows) -> _Softmax:
     exponentials = np.exp(logits - origin)
     total = exponentials.sum(axis=-1, keepdims=True)
     with_sink = total if rows.sink is None else total + np.exp(rows.sink - origin)
-    weights = exponentials / np.where(with_sink == 0.0, 1.0, with_sink)
+    # A row with a NaN logit has NaN weights on what it sees, and still 0 on what it does not see.
+    weights = np.where(rows.visible, exponentials / np.where(with_sink == 0.0, 1.0, with_sink), 0.0)
     return _Softmax(products, scores, squashed, logits, largest, exponentials, total, weights)
 
 
@@ -226,8 +227,7 @@ def differentiate(rows: Rows, grad_output: Array, grad_weights: Array | None = N
         return RowGradients(
             query=_weigh(grad_products, rows.k, visible),
             key=_weigh(np.swapaxes(grad_products, -1, -2), rows.q, seen_by),
-            # The weights of a row that NaN reaches are NaN at its hidden keys too.
-            value=_weigh(np.swapaxes(np.where(visible, soft.weights, 0.0), -1, -2), grad_output, seen_by),
+            value=_weigh(np.swapaxes(soft.weights, -1, -2), grad_output, seen_by),
             scale=np.where(visible, grad_scores * soft.products, 0.0).sum(axis=-1),
             sink=np.where(visible.any(axis=-1), grad_sink, 0.0),
             logits=grad_logits,

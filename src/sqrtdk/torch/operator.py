@@ -56,6 +56,9 @@ def _forward(*flat: Any) -> Forward:
     plan = backends.plan()
     done = choose_engine(call, wanted, plan).forward(call, wanted, plan)
     query = call.query
+    if wanted.saved and done.saved is None and query.is_cpu:
+        # The graph was traced with them: NaN says that the backward pass has to find them itself.
+        done = done._replace(saved=query.new_full((2, *call.rows), torch.nan, dtype=torch.float64))
     dtypes = (query.dtype, wide_dtype(query.device), torch.int64, query.dtype, torch.float64)
     return Forward(*(_nothing(query, dtype) if x is None else x for x, dtype in zip(done, dtypes, strict=True)))
 
@@ -82,7 +85,7 @@ def _forward_shapes(*flat: Any) -> Forward:
         query.new_empty((11, *rows), dtype=wide) if wanted.statistics else _nothing(query, wide),
         query.new_empty((2, *rows), dtype=torch.int64) if wanted.statistics else _nothing(query, torch.int64),
         query.new_empty((*rows, call.key.shape[-2])) if wanted.weights else _nothing(query, query.dtype),
-        _nothing(query, torch.float64),
+        query.new_empty((2, *rows) if wanted.saved and query.is_cpu else 0, dtype=torch.float64),
     )
 
 
@@ -139,7 +142,7 @@ def _map_forward(info: Any, in_dims: tuple[Any, ...], *flat: Any) -> tuple[Any, 
     call, _, headless = _map_call(info.batch_size, in_dims[:-_WANTED], flat[:-_WANTED])
     wanted = Wanted(*flat[-_WANTED:])
     done = torch.ops.sqrtdk.forward.default(*call, *flat[-_WANTED:])
-    axes = (0, int(wanted.statistics), int(wanted.statistics), 0, int(wanted.saved))
+    axes = (0, int(wanted.statistics), int(wanted.statistics), 0, int(done[4].dim() > 1))
     return _unmap(done, axes, headless, info.batch_size), axes
 
 

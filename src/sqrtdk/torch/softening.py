@@ -60,6 +60,9 @@ def compute_softmax(block: Block) -> Softmax:
         sink_weight = torch.sigmoid(above)
         # Not 1 − sigmoid: where the sink dominates nothing would be left of the difference.
         weights = weights * torch.sigmoid(-above)
+    if block.may_be_traced or not math.isfinite(weights.sum()):
+        # A row with a NaN logit has NaN weights on what it sees, and still 0 on what it does not see.
+        weights = _hide(weights, block)
     return Softmax(scores, squashed, logits, weights, sink_weight)
 
 
@@ -143,16 +146,11 @@ def differentiate_block(
     gradients = Backward(
         query=along_keys * block.scale,
         key=_weigh_by_keys(grad_scores, block.q * block.scale, visible, finite),
-        value=_weigh_by_keys(drop(_hide_nan(soft.weights, block), block), grad, visible, finite),
+        value=_weigh_by_keys(drop(soft.weights, block), grad, visible, finite),
         scale=to_scale,
         sinks=to_sinks,
     )
     return gradients, grad_logits
-
-
-def _hide_nan(weights: Tensor, block: Block) -> Tensor:
-    """The weights with zeros where the row does not see the key: a row that NaN reaches has NaN there too."""
-    return weights if not block.may_be_traced and math.isfinite(weights.sum()) else _hide(weights, block)
 
 
 def _hide(x: Tensor, block: Block) -> Tensor:

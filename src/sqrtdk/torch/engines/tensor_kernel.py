@@ -32,7 +32,7 @@ class TensorKernel:
     name = "kernel"
 
     def takes(self, call: Call, wanted: Wanted | Slopes, plan: Plan) -> str | None:
-        """Tensors that lie in memory, without dropout; the forward pass without weights."""
+        """Tensors that lie in memory, without dropout; gradients but those of a mask, and from the output alone."""
         query = call.query
         if not query.is_cpu:
             return f"tensors are on {query.device}"
@@ -40,10 +40,8 @@ class TensorKernel:
             return "it has no dropout"
         if wanted.derivatives:
             return "its operations are not torch's"
-        if type(wanted) is Slopes:
-            return "it has no backward pass"
-        if wanted[1]:
-            return "it writes no weights"
+        if type(wanted) is Slopes and (wanted.weights is not None or wanted.mask):
+            return "it has no gradient of masks, nor from weights"
         if call.sinks is not None and call.sinks.dim() != 1:
             return "sinks differ within a batch"
         # Zeros that torch keeps nowhere, a storage that was given back.
@@ -53,22 +51,24 @@ class TensorKernel:
     def forward(self, call: Call, wanted: Wanted, plan: Plan) -> Forward:
         """Output, and statistics if wanted, from one pass."""
         query, value = call.query, call.value
-        rows, d_v = query.shape[:-1], value.shape[-1]
+        rows, d_v, keys = query.shape[:-1], value.shape[-1], call.key.shape[-2]
         numbers = query.new_empty((11, *rows), dtype=torch.float64) if wanted.statistics else None
         counts = query.new_empty((2, *rows), dtype=torch.int64) if wanted.statistics else None
         if not (query.numel() and call.key.numel()):
             if counts is not None:
                 describe_blind(counts, numbers, call.sinks is not None)
-            return Forward(query.new_zeros((*rows, d_v)), numbers, counts)
+            weights = query.new_zeros((*rows, keys)) if wanted.weights else None
+            return Forward(query.new_zeros((*rows, d_v)), numbers, counts, weights)
         if not d_v:  # values without features: the rows have statistics all the same
             padded = value.new_zeros((*value.shape[:-1], 1))
             whole = self.forward(call._replace(value=padded), wanted, plan)
             return whole._replace(output=whole.output[..., :0])
         # The copies that a call may need live as long as their addresses are in use.
         call = _as_in_memory(call)
-        output = (
-            _empty_like(query) if d_v == query.shape[-1] and query.is_contiguous() else query.new_empty((*rows, d_v))
-        )
+        is_alike = d_v == query.shape[-1] and query.is_contiguous()
+        output = _empty_like(query) if is_alike else query.new_empty((*rows, d_v))
+        weights = query.new_empty((*rows, keys)) if wanted.weights else None
+        saved = query.new_empty((2, *rows), dtype=torch.float64) if wanted.saved else None
         assert plan.forward is not None
         done = plan.forward(
             plan.level,
@@ -78,12 +78,44 @@ class TensorKernel:
             None if numbers is None else _view(numbers),
             None if counts is None else _view(counts),
             find_team(),
+            None if weights is None else _view(weights),
+            None if saved is None else _view(saved),
         )
-        return Forward(output, numbers, counts) if done else self.forward(_copy_misaligned(call), wanted, plan)
+        if not done:
+            return self.forward(_copy_misaligned(call), wanted, plan)
+        return Forward(output, numbers, counts, weights, saved)
 
     def backward(self, call: Call, slopes: Slopes, done: Forward, plan: Plan) -> Backward:
-        """Not there: `takes` says so."""
-        raise AssertionError("takes refuses gradients")
+        """The gradients, from the forward pass's maxima and sums; without them it is run first."""
+        query, key, value, rows = call.query, call.key, call.value, call.query.shape[:-1]
+        to_scale = query.new_zeros(rows, dtype=torch.float64) if slopes.scale else None
+        to_sinks = None if call.sinks is None else query.new_zeros(rows, dtype=torch.float64)
+        if not (query.numel() and key.numel() and value.numel()):
+            return Backward(
+                query.new_zeros(query.shape), key.new_zeros(key.shape), value.new_zeros(value.shape), to_scale, to_sinks
+            )
+        if done.saved is None or bool(done.saved[0].flatten()[0].isnan()):
+            done = self.forward(call, Wanted(saved=True), plan)
+        call, output, slope = _as_in_memory(call), done.output.contiguous(), slopes.output.resolve_neg()
+        to_query, to_key, to_value = (x.new_empty(x.shape) for x in (query, key, value))
+        assert plan.backward is not None
+        if not plan.backward(
+            plan.level,
+            min(_count_threads(), backends.MAX_THREADS),
+            *_as_problem(call),
+            _view(done.saved.contiguous()),
+            _view(output),
+            _view(slope),
+            _view(to_query),
+            _view(to_key),
+            _view(to_value),
+            None if to_scale is None else _view(to_scale),
+            None if to_sinks is None else _view(to_sinks),
+            find_team(),
+        ):
+            slopes = slopes._replace(output=_align(slopes.output))
+            return self.backward(_copy_misaligned(call), slopes, done, plan)
+        return Backward(to_query, to_key, to_value, to_scale, to_sinks)
 
     def shortcut(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, causal: bool, statistics: bool
@@ -198,8 +230,8 @@ def _as_in_memory(call: Call) -> Call:
 
 def _copy_misaligned(call: Call) -> Call:
     """The call with every tensor copied whose elements do not lie at a multiple of their size."""
+    return call._replace(**dict(zip(Call._fields[:5], map(_align, call[:5]), strict=True)))
 
-    def aligned(tensor: Any) -> Any:
-        return tensor if tensor is None or tensor.data_ptr() % tensor.itemsize == 0 else tensor.clone()
 
-    return call._replace(**dict(zip(Call._fields[:5], map(aligned, call[:5]), strict=True)))
+def _align(tensor: Any) -> Any:
+    return tensor if tensor is None or tensor.data_ptr() % tensor.itemsize == 0 else tensor.clone()

@@ -1,0 +1,293 @@
+// One backward pass on one CPU level: cuts the call into heads and splits of their queries, and adds the splits up in order.
+#pragma once
+
+#include <cstdint>
+
+#include "arena.h"
+#include "backward_careful.h"
+#include "backward_tile.h"
+#include "kernel.h"
+#include "level.h"
+#include "pool.h"
+#include "work.h"
+
+namespace sqrtdk {
+namespace SQRTDK_LEVEL {
+namespace {
+
+// How a call is cut, by its shape alone: the same bits for any number of threads.
+struct Cut {
+    int64_t rows;        // of a head: the queries of all heads that share its keys
+    int64_t group_rows;  // that pass over a block of keys together
+    int64_t groups, splits;
+
+    // The group that a split takes in a round, or one past the last: forth and back, so that a causal call's long and
+    // short groups are shared evenly.
+    int64_t group(int64_t split, int64_t round) const {
+        return smaller(groups, round * splits + (round % 2 == 0 ? split : splits - 1 - split));
+    }
+    int64_t rounds() const { return (groups + splits - 1) / splits; }
+};
+
+constexpr int most_splits = 4;
+constexpr int most_group_tiles = 8;
+constexpr size_t group_bytes = 640 << 10;  // of the tiles of a group: to stay in the second level of cache
+
+template <class T>
+Cut cut(const Problem& call) {
+    constexpr int64_t W = tile_rows<T>;
+    Cut cut;
+    cut.rows = call.shared * call.queries;
+    const int64_t heads = larger(call.batch * call.groups, 1), tiles = larger((cut.rows + W - 1) / W, 1);
+    cut.splits = heads >= 8 ? 1 : smaller(smaller((7 + heads) / heads, most_splits), tiles);
+    const int64_t tile_bytes = sizeof(T) * W * (3 * padded<T>(call.d_k) + 2 * padded<T>(call.d_v)) + 1;
+    int64_t group_tiles = smaller(larger(int64_t(group_bytes) / tile_bytes, 1), most_group_tiles);
+    group_tiles = smaller(group_tiles, (tiles + cut.splits - 1) / cut.splits);
+    cut.group_rows = group_tiles * W;
+    cut.groups = (cut.rows + cut.group_rows - 1) / cut.group_rows;
+    return cut;
+}
+
+template <class T>
+bool is_finite_row(const T* row, int64_t step, int64_t width) {
+    using S = Simd<T>;
+    int64_t d = 0;
+    T check = 0;
+    if (step == 1) {
+        auto checks = S::zero();
+        for (; d + S::lanes <= width; d += S::lanes) checks = S::fma(S::load(row + d), S::zero(), checks);
+        T lanes[S::lanes];
+        S::store(lanes, checks);
+        for (int i = 0; i < S::lanes; ++i) check += lanes[i];
+    }
+    for (; d < width; ++d) check += row[d * step] * T(0);
+    return check == 0;
+}
+
+// Groups of tiles over the keys of a head.
+template <class T, class In>
+class BackwardLoop {
+  public:
+    using Tile = BackwardTile<T, In>;
+    static constexpr int W = tile_rows<T>;
+
+    static size_t bytes(const Problem& call, const Cut& cut) {
+        const size_t tiles = size_t(cut.group_rows / W), d = size_t(call.d_k + call.d_v);
+        return tiles * (sizeof(Tile) + Tile::numbers(call) * sizeof(T) + 128) +
+               sizeof(T) * backward_block * (2 * W + d) + 8 * 64;
+    }
+
+    BackwardLoop(const Backward& call, const Cut& cut, Work& work, int worker, Arena& arena)
+        : call_(call), cut_(cut), work_(work), worker_(worker), tiles_(arena.take<Tile>(size_t(cut.group_rows / W))) {
+        for (int64_t t = 0; t < cut.group_rows / W; ++t) tiles_[t].attach(call, arena.take<T>(Tile::numbers(call)));
+        weights_ = arena.take<T>(backward_block * W);
+        slopes_ = arena.take<T>(backward_block * W);
+        keys_ = arena.take<T>(size_t(backward_block * call.d_k));
+        values_ = arena.take<T>(size_t(backward_block * call.d_v));
+    }
+
+    // The rows of one split of (n, g). Returns whether the sums, which begin at zero here, stayed finite.
+    bool run(int64_t n, int64_t g, int64_t split, const KeySums<T>& sums) {
+        for (int64_t i = 0; i < call_.keys * sums.key_row; ++i) sums.key[i] = 0;
+        for (int64_t i = 0; i < call_.keys * sums.value_row; ++i) sums.value[i] = 0;
+        for (int64_t round = 0; round < cut_.rounds() && !work_.is_over(worker_); ++round) {
+            const int64_t group = cut_.group(split, round);
+            if (group < cut_.groups) take_group(n, g, group * cut_.group_rows, sums);
+        }
+        return is_finite_row(sums.key, 1, call_.keys * sums.key_row) &&
+               is_finite_row(sums.value, 1, call_.keys * sums.value_row);
+    }
+
+  private:
+    void take_group(int64_t n, int64_t g, int64_t first_row, const KeySums<T>& sums) {
+        const int64_t end_row = smaller(first_row + cut_.group_rows, cut_.rows);
+        int64_t begin = INT64_MAX, end = 0;
+        int tiles = 0;
+        for (int64_t row = first_row; row < end_row; row += W, ++tiles) {
+            Tile& tile = tiles_[tiles];
+            tile.load(call_, n, g, row, int(smaller(W, end_row - row)));
+            begin = smaller(begin, tile.place.sight.first_key());
+            end = larger(end, tile.place.sight.end_key());
+        }
+        for (; begin < end; begin += backward_block) {
+            if (work_.is_over(worker_)) return;
+            const KeyBlock<T> block = take_keys(n, g, begin, smaller(backward_block, end - begin));
+            for (int t = 0; t < tiles; ++t) tiles_[t].take_block(call_, block, weights_, slopes_, sums);
+        }
+        for (int t = 0; t < tiles; ++t) {
+            Tile& tile = tiles_[t];
+            tile.finish(call_);
+            for (; tile.odd != 0 && !work_.is_over(worker_); tile.odd &= tile.odd - 1) {
+                const int i = __builtin_ctzll(tile.odd);
+                if (!differentiate_carefully<In>(call_, n, g, tile.first_row + i, tile.odd_from[i], sums))
+                    work_.fail(Status::out_of_memory);
+            }
+        }
+    }
+
+    KeyBlock<T> take_keys(int64_t n, int64_t g, int64_t begin, int64_t count) {
+        const KeyValue &k = call_.k, &v = call_.v;
+        const In* k_at = static_cast<const In*>(k.data) + n * k.n + g * k.g + begin * k.s;
+        const In* v_at = static_cast<const In*>(v.data) + n * v.n + g * v.g + begin * v.s;
+        KeyBlock<T> block{begin, count, View<T, In>::of(k_at, k.s, k.d, count, call_.d_k, keys_),
+                          View<T, In>::of(v_at, v.s, v.d, count, call_.d_v, values_), 0};
+        for (int64_t j = 0; j < count; ++j)
+            if (!is_finite_row(block.keys.data + j * block.keys.row, block.keys.step, call_.d_k) ||
+                !is_finite_row(block.values.data + j * block.values.row, block.values.step, call_.d_v))
+                block.odd |= 1ull << j;
+        if (block.odd == 0) return block;
+        // 0 * NaN would poison the rows that do not see the key.
+        copy_block<T, In>(k_at, k.s, k.d, count, call_.d_k, keys_);
+        copy_block<T, In>(v_at, v.s, v.d, count, call_.d_v, values_);
+        for (uint64_t odd = block.odd; odd != 0; odd &= odd - 1) {
+            const int j = __builtin_ctzll(odd);
+            for (int64_t d = 0; d < call_.d_k; ++d) keys_[j * call_.d_k + d] = 0;
+            for (int64_t d = 0; d < call_.d_v; ++d) values_[j * call_.d_v + d] = 0;
+        }
+        block.keys = {keys_, ptrdiff_t(call_.d_k), 1};
+        block.values = {values_, ptrdiff_t(call_.d_v), 1};
+        return block;
+    }
+
+    const Backward& call_;
+    const Cut& cut_;
+    Work& work_;
+    int worker_;
+    Tile* tiles_;
+    T *weights_, *slopes_;  // [backward_block][W]
+    T *keys_, *values_;     // [backward_block][D or V], only for copies
+};
+
+// Sums of one or more splits, in order, to the gradients of the keys [begin, end) of one head.
+template <class T, class In>
+void write_sums(const T* sums, int64_t split_size, int64_t splits, int64_t row, int64_t width, int64_t begin, int64_t end, In* to) {
+    using Out = decltype(widen(In()));
+    for (int64_t j = begin; j < end; ++j)
+        for (int64_t d = 0; d < width; ++d) {
+            double sum = 0;
+            for (int64_t split = 0; split < splits; ++split) sum += double(sums[split * split_size + j * row + d]);
+            to[j * width + d] = narrow(Out(sum), In());
+        }
+}
+
+template <class T, class In>
+struct BackwardPass {
+    const Backward& call;
+    const Cut& cut;
+    Work& work;
+    T* memory;     // [head][split][S][padded D + padded V], if heads are split
+    bool* sounds;  // [head][split]: whether the sums are finite
+
+    static constexpr int64_t reduced_keys = 256;
+    int64_t key_row() const { return padded<T>(call.d_k); }
+    int64_t value_row() const { return padded<T>(call.d_v); }
+    int64_t split_size() const { return call.keys * (key_row() + value_row()); }
+    In* to_key(int64_t head) const { return static_cast<In*>(call.gradients.key) + head * call.keys * call.d_k; }
+    In* to_value(int64_t head) const { return static_cast<In*>(call.gradients.value) + head * call.keys * call.d_v; }
+
+    KeySums<T> sums_in(T* at) const { return {at, at + call.keys * key_row(), key_row(), value_row()}; }
+
+    // Sums that are of the right type and width already are added up where the gradients belong.
+    bool is_direct() const { return cut.splits == 1 && sizeof(T) == sizeof(In) && key_row() == call.d_k && value_row() == call.d_v; }
+    KeySums<T> gradients_of(int64_t head) const {
+        return {reinterpret_cast<T*>(to_key(head)), reinterpret_cast<T*>(to_value(head)), key_row(), value_row()};
+    }
+
+    static void body(void* context, int worker) { static_cast<BackwardPass*>(context)->serve(worker); }
+    static void reduce_body(void* context, int worker) { static_cast<BackwardPass*>(context)->reduce(worker); }
+
+    void serve(int worker) {
+        const bool own = cut.splits == 1 && !is_direct();
+        Arena arena(BackwardLoop<T, In>::bytes(call, cut) + (own ? size_t(split_size()) * sizeof(T) : 0) + 64);
+        if (!arena.ok()) return work.fail(Status::out_of_memory);
+        BackwardLoop<T, In> loop(call, cut, work, worker, arena);
+        T* own_sums = arena.take<T>(own ? size_t(split_size()) : 0);
+        for (int64_t piece; (piece = work.take(worker)) >= 0;) {
+            // The last rows of a causal call see most: their splits go first.
+            const int64_t head = piece / cut.splits, split = cut.splits - 1 - piece % cut.splits;
+            const int64_t n = head / call.groups, g = head % call.groups;
+            T* at = own ? own_sums : memory + (head * cut.splits + split) * split_size();
+            const KeySums<T> sums = is_direct() ? gradients_of(head) : sums_in(at);
+            const bool sound = loop.run(n, g, split, sums) || sizeof(T) == sizeof(double);
+            if (cut.splits > 1) {
+                sounds[head * cut.splits + split] = sound;
+            } else if (!sound) {
+                run_in_double(head, worker);
+            } else if (own) {
+                write_head(head, at, 0, call.keys);
+            }
+        }
+    }
+
+    // Finite numbers whose sums leave the range of float on the way may be finite in the end.
+    void run_in_double(int64_t head, int worker) {
+        using Loop = BackwardLoop<double, In>;
+        Cut whole = cut;
+        whole.splits = 1;
+        const int64_t key_row = padded<double>(call.d_k), value_row = padded<double>(call.d_v);
+        const int64_t size = call.keys * (key_row + value_row);
+        Arena arena(Loop::bytes(call, whole) + sizeof(double) * size_t(size) + 64);
+        if (!arena.ok()) return work.fail(Status::out_of_memory);
+        Loop loop(call, whole, work, worker, arena);
+        double* at = arena.take<double>(size_t(size));
+        const KeySums<double> sums{at, at + call.keys * key_row, key_row, value_row};
+        loop.run(head / call.groups, head % call.groups, 0, sums);
+        write_sums(sums.key, size, 1, key_row, call.d_k, 0, call.keys, to_key(head));
+        write_sums(sums.value, size, 1, value_row, call.d_v, 0, call.keys, to_value(head));
+    }
+
+    void write_head(int64_t head, const T* at, int64_t begin, int64_t end) {
+        write_sums(at, split_size(), cut.splits, key_row(), call.d_k, begin, end, to_key(head));
+        write_sums(at + call.keys * key_row(), split_size(), cut.splits, value_row(), call.d_v, begin, end, to_value(head));
+    }
+
+    void reduce(int worker) {
+        const int64_t parts = (call.keys + reduced_keys - 1) / reduced_keys;
+        for (int64_t piece; (piece = work.take(worker)) >= 0;) {
+            const int64_t head = piece / parts, begin = piece % parts * reduced_keys;
+            bool sound = true;
+            for (int64_t split = 0; split < cut.splits; ++split) sound = sound && sounds[head * cut.splits + split];
+            if (sound) {
+                const T* at = memory + head * cut.splits * split_size();
+                write_head(head, at, begin, smaller(begin + reduced_keys, call.keys));
+            } else if (begin == 0) {
+                run_in_double(head, worker);
+            }
+        }
+    }
+};
+
+template <class T, class In>
+Status run(const Backward& call) {
+    const Cut shape = cut<T>(call);
+    const int64_t heads = call.batch * call.groups, pieces = heads * shape.splits;
+    const size_t kept = shape.splits == 1 ? 0 : size_t(pieces * call.keys * (padded<T>(call.d_k) + padded<T>(call.d_v)));
+    Arena arena(kept * sizeof(T) + size_t(pieces) + 128);
+    if (!arena.ok()) return Status::out_of_memory;
+    Work work(call, pieces);
+    T* memory = arena.take<T>(kept);
+    BackwardPass<T, In> pass{call, shape, work, memory, arena.take<bool>(size_t(pieces))};
+    const double size = double(heads) * double(shape.rows) * double(call.keys) * double(3 * call.d_k + 2 * call.d_v);
+    const int threads = useful_threads(call.threads, pieces, size);
+    if (!run_on_pool(threads, pass.body, &pass, call.team)) return Status::out_of_memory;
+    if (shape.splits == 1 || work.status() != Status::ok) return work.status();
+    Work sums(call, heads * ((call.keys + pass.reduced_keys - 1) / pass.reduced_keys));
+    BackwardPass<T, In> reduction{call, shape, sums, pass.memory, pass.sounds};
+    if (!run_on_pool(threads, reduction.reduce_body, &reduction, call.team)) return Status::out_of_memory;
+    return sums.status();
+}
+
+}  // namespace
+
+Status backward(const Backward& call) {
+    switch (call.dtype) {
+        case Dtype::float16: return run<float, Float16>(call);
+        case Dtype::bfloat16: return run<float, Bfloat16>(call);
+        case Dtype::float32: return run<float, float>(call);
+        case Dtype::float64: return run<double, double>(call);
+    }
+    return Status::invalid;
+}
+
+}  // namespace SQRTDK_LEVEL
+}  // namespace sqrtdk

@@ -1,0 +1,325 @@
+// Queries in lanes, backwards: a tile of rows and one block of keys, five products.
+//
+//   weights [key][row]   = keys x queries, then exp(s - max) / total from what the forward pass saved
+//   slopes  [key][row]   = values x gradients of the output, then the gradient of each score: p * (dp - delta)
+//   queries' [D][row]   += keys, turned x slopes
+//   keys'    [key][D]   += slopes x queries       lanes are features here: rows as they lie, not transposed
+//   values'  [key][V]   += weights x gradients of the output
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "backward_careful.h"
+#include "block_view.h"
+#include "exponential.h"
+#include "kernel.h"
+#include "level.h"
+#include "product.h"
+#include "tile.h"
+#include "visibility.h"
+
+namespace sqrtdk {
+namespace SQRTDK_LEVEL {
+namespace {
+
+constexpr int backward_block = 64;  // keys; not above key_block
+
+template <class T>
+inline int64_t padded(int64_t width) {
+    return (width + Simd<T>::lanes - 1) / Simd<T>::lanes * Simd<T>::lanes;
+}
+
+// One vector of rows, the keys of one block: scores become weights, gradients of weights become those of scores. Returns the
+// rows that did not stay finite.
+template <class T, int W, bool partial, bool adjusted>
+__attribute__((noinline)) uint64_t differentiate(T* scores, T* slopes, int64_t keys, const uint64_t* words, int at, const T* bias,
+                                                 T softcap, const T* tops, const T* inverses, const T* deltas) {
+    using S = Simd<T>;
+    using Vec = typename S::Vec;
+    const Vec top = S::load(tops + at), inverse = S::load(inverses + at), delta = S::load(deltas + at);
+    const Vec cap = S::all(softcap), shrink = S::all(softcap > 0 ? T(1) / softcap : T(0)), one = S::all(T(1));
+    Vec check = S::zero();
+#pragma GCC unroll 2
+    for (int64_t j = 0; j < keys; ++j) {
+        Vec x = S::load(scores + j * W), slope = one;
+        if (adjusted && softcap > 0) {
+            const Vec squashed = hyperbolic_tangent<T>(S::mul(x, shrink));
+            x = S::mul(cap, squashed);
+            slope = S::fnma(squashed, squashed, one);
+        }
+        if (adjusted && bias != nullptr) x = S::add(x, S::load(bias + j * W));
+        Vec p = S::mul(exponential<T>(S::sub(x, top)), inverse);
+        Vec grad = S::mul(p, S::sub(S::load(slopes + j * W), delta));
+        if (adjusted) grad = S::mul(grad, slope);
+        if (partial) {
+            const auto sees = S::from_bits(words[j] >> at);
+            p = S::keep(sees, p);
+            grad = S::keep(sees, grad);
+        }
+        check = S::fma(grad, S::zero(), check);
+        S::store(scores + j * W, p);
+        S::store(slopes + j * W, grad);
+    }
+    constexpr uint64_t lanes = (1ull << S::lanes) - 1;
+    return ~S::bits(S::equal(check, S::zero())) & lanes;
+}
+
+// A block of keys and values that several tiles share. Keys that are not finite are zeros here and marked.
+template <class T>
+struct KeyBlock {
+    int64_t begin, count;
+    BlockView<T> keys, values;
+    uint64_t odd;  // one bit per key
+};
+
+// Rows [first_row, first_row + rows) of (n, g), counted r * L + l, with all that their blocks of keys need.
+template <class T, class In>
+struct BackwardTile {
+    using S = Simd<T>;
+    using Place = Tile<T, In, false>;
+    static constexpr int W = tile_rows<T>;
+
+    T* queries;       // [padded D][W], the scale multiplied in, as in the forward pass: the same scores to the bit
+    T* query_rows;    // [W][padded D], the same
+    T* grads;         // [padded V][W], gradients of the output
+    T* grad_rows;     // [W][padded V]
+    T* grad_queries;  // [padded D][W], before the scale is multiplied in
+    Place place;
+    alignas(64) T top[W];
+    alignas(64) T inverse[W];  // 0: the row has no part in the tile
+    alignas(64) T delta[W];    // <gradient of the output, output>
+    int64_t n, g, first_row;
+    int rows;
+    uint64_t odd;         // rows to be done carefully,
+    int64_t odd_from[W];  // from this key on
+
+    static size_t numbers(const Problem& call) { return size_t(W * (3 * padded<T>(call.d_k) + 2 * padded<T>(call.d_v))); }
+
+    void attach(const Problem& call, T* memory) {
+        const int64_t d_k = W * padded<T>(call.d_k), d_v = W * padded<T>(call.d_v);
+        queries = memory;
+        query_rows = queries + d_k;
+        grad_queries = query_rows + d_k;
+        grads = grad_queries + d_k;
+        grad_rows = grads + d_v;
+    }
+
+    void load(const Backward& call, int64_t batch, int64_t group, int64_t first, int count) {
+        n = batch;
+        g = group;
+        first_row = first;
+        rows = count;
+        odd = 0;
+        place.place(call, n, g, first_row, rows);
+        RowCursor at(call, first_row);
+        for (int i = 0; i < rows; ++i, at.step(i < rows)) load_row(call, i, at.r, at.l);
+        const int used = (rows + S::lanes - 1) / S::lanes * S::lanes;
+        for (int i = rows; i < used; ++i) clear_row(call, i);
+        turn(query_rows, padded<T>(call.d_k), used, queries);
+        turn(grad_rows, padded<T>(call.d_v), used, grads);
+        for (int64_t i = 0; i < padded<T>(call.d_k) * W; ++i) grad_queries[i] = 0;
+    }
+
+    void take_block(const Backward& call, const KeyBlock<T>& block, T* weights, T* slopes, const KeySums<T>& sums) {
+        const Sight seen = place.sight.look(call.mask, block.begin, block.begin + block.count);
+        if (seen == Sight::nothing) return;
+        const bool partial = seen == Sight::something;
+        if (block.odd != 0) drop(call, rows_that_see(block.odd, partial), block.begin);
+        const typename Place::Span span = place.spans(block.begin, block.count);
+        const BlockView<T>&keys = block.keys, &values = block.values;
+        Place::each_run(span, block.count, [&](int64_t j, int64_t run, int first, int vectors) {
+            const int64_t at = j * W + first * S::lanes;
+            multiply<T, false>(weights + at, run, keys.data + j * keys.row, keys.row, keys.step, queries + first * S::lanes,
+                               call.d_k, vectors);
+            multiply<T, false>(slopes + at, run, values.data + j * values.row, values.row, values.step,
+                               grads + first * S::lanes, call.d_v, vectors);
+        });
+        uint64_t bad = 0;
+        for (int c = 0; c < panel; ++c) bad |= differentiate_vector(call, c, span.from[c], span.to[c], partial, weights, slopes);
+        if (bad != 0) {
+            drop(call, bad, block.begin);
+            for (int64_t j = 0; j < block.count; ++j)
+                for (int i = 0; i < W; ++i)
+                    if (bad >> i & 1) weights[j * W + i] = slopes[j * W + i] = 0;
+        }
+        const int64_t d_k = padded<T>(call.d_k), d_v = padded<T>(call.d_v);
+        Place::each_run(span, block.count, [&](int64_t j, int64_t run, int first, int vectors) {
+            const int64_t row = first * S::lanes, at = j * W + row, steps = smaller(vectors * S::lanes, rows - row);
+            const int64_t key = block.begin + j;
+            multiply<T, true>(grad_queries + row, call.d_k, keys.data + j * keys.row, keys.step, keys.row, slopes + at, run, vectors);
+            multiply_wide<T, true>(sums.value + key * sums.value_row, sums.value_row, run, weights + at, W, 1,
+                                   grad_rows + row * d_v, d_v, steps, d_v / S::lanes);
+            multiply_wide<T, true>(sums.key + key * sums.key_row, sums.key_row, run, slopes + at, W, 1, query_rows + row * d_k, d_k,
+                                   steps, d_k / S::lanes);
+        });
+    }
+
+    // Writes the rows' own gradients; rows whose sums overflowed join the odd ones, with nothing left to add to the keys.
+    void finish(const Backward& call) {
+        const int64_t width = padded<T>(call.d_k);
+        // The scaled queries are not needed any more: the sums take their place, turned back into rows.
+        for (int64_t d = 0; d < width; d += S::lanes)
+            for (int c = 0; c * S::lanes < rows; ++c) {
+                typename S::Vec square[S::lanes];
+                for (int t = 0; t < S::lanes; ++t) square[t] = S::load(grad_queries + (d + t) * W + c * S::lanes);
+                S::transpose(square);
+                for (int i = 0; i < S::lanes; ++i) S::store(query_rows + (c * S::lanes + i) * width + d, square[i]);
+            }
+        RowCursor at(call, first_row);
+        for (int i = 0; i < rows; ++i, at.step(i < rows)) {
+            if (odd >> i & 1) continue;
+            if (!write_row(call, i, at.r, at.l)) {
+                odd |= 1ull << i;
+                odd_from[i] = call.keys;
+            }
+        }
+    }
+
+  private:
+    int64_t output_row(const Problem& call) const { return (n * call.groups + g) * call.shared * call.queries + first_row; }
+
+    static const In* row_of(const Query& x, int64_t n, int64_t g, int64_t r, int64_t l) {
+        return static_cast<const In*>(x.data) + n * x.n + g * x.g + r * x.r + l * x.l;
+    }
+
+    // A row times a factor, padded with zeros. Returns whether it is finite.
+    static bool copy_row(const In* from, int64_t step, int64_t width, T factor, T* to) {
+        auto check = S::zero();
+        int64_t d = 0;
+        for (; d + S::lanes <= width; d += S::lanes) {
+            const auto x = S::mul(Place::load_row(from + d * step, step), S::all(factor));
+            S::store(to + d, x);
+            check = S::fma(x, S::zero(), check);
+        }
+        if (d < width) {
+            T rest[S::lanes] = {};
+            for (int i = 0; d + i < width; ++i) rest[i] = T(widen(from[(d + i) * step])) * factor;
+            const auto x = S::load(rest);
+            S::store(to + d, x);
+            check = S::fma(x, S::zero(), check);
+        }
+        constexpr uint64_t lanes = (1ull << S::lanes) - 1;
+        return S::bits(S::equal(check, S::zero())) == lanes;
+    }
+
+    static double dot(const T* row, const In* other, int64_t step, int64_t width) {
+        auto sum = S::zero();
+        int64_t d = 0;
+        for (; d + S::lanes <= width; d += S::lanes) sum = S::fma(S::load(row + d), Place::load_row(other + d * step, step), sum);
+        T lanes[S::lanes];
+        S::store(lanes, sum);
+        double total = 0;
+        for (int i = 0; i < S::lanes; ++i) total += double(lanes[i]);
+        for (; d < width; ++d) total += double(row[d]) * double(widen(other[d * step]));
+        return total;
+    }
+
+    void load_row(const Backward& call, int i, int64_t r, int64_t l) {
+        const int64_t at = output_row(call) + i;
+        const double scale = call.scale.data[n * call.scale.n + g * call.scale.g + r * call.scale.r + l * call.scale.l];
+        T* query = query_rows + i * padded<T>(call.d_k);
+        T* grad = grad_rows + i * padded<T>(call.d_v);
+        const Query &q = call.q, &o = call.grad_output;
+        bool sound = copy_row(row_of(q, n, g, r, l), q.d, call.d_k, T(scale), query);
+        sound = copy_row(row_of(o, n, g, r, l), o.d, call.d_v, T(1), grad) && sound;
+        const double of_row = dot(grad, static_cast<const In*>(call.output) + at * call.d_v, 1, call.d_v);
+        const double largest = call.saved.max[at], sum = call.saved.sum[at];
+        const bool blind = largest == -INFINITY && sum == 0;
+        const double* sink = call.sinks == nullptr ? nullptr : call.sinks + g * call.shared + r;
+        const double share = 1.0 / (sum + (sink == nullptr ? 0.0 : std::exp(*sink - largest)));
+        // With a sink so large that the weights leave the range of T, float64 keeps their digits.
+        sound = sound && can_fold<T>(scale) && std::isfinite(double(T(largest))) && std::isfinite(sum) && sum > 0 &&
+                std::isfinite(of_row) && (sizeof(T) == sizeof(double) || share > 0x1p-100);
+        top[i] = sound ? T(largest) : T(0);
+        inverse[i] = sound ? T(share) : T(0);
+        delta[i] = sound ? T(of_row) : T(0);
+        if (call.gradients.sinks != nullptr) {
+            const bool has = sink != nullptr && !blind;
+            call.gradients.sinks[at] = has ? -of_row / (1.0 + sum * std::exp(largest - *sink)) : 0.0;
+        }
+        if (sound) return;
+        clear_row(call, i);
+        if (blind) return;
+        odd |= 1ull << i;
+        odd_from[i] = 0;
+    }
+
+    void clear_row(const Problem& call, int i) {
+        const int64_t d_k = padded<T>(call.d_k), d_v = padded<T>(call.d_v);
+        for (int64_t d = 0; d < d_k; ++d) query_rows[i * d_k + d] = 0;
+        for (int64_t d = 0; d < d_v; ++d) grad_rows[i * d_v + d] = 0;
+        top[i] = inverse[i] = delta[i] = 0;
+    }
+
+    // [W][width] to [width][W]
+    static void turn(const T* from, int64_t width, int used, T* to) {
+        for (int64_t d = 0; d < width; d += S::lanes)
+            for (int c = 0; c < used; c += S::lanes) {
+                typename S::Vec square[S::lanes];
+                for (int i = 0; i < S::lanes; ++i) square[i] = S::load(from + (c + i) * width + d);
+                S::transpose(square);
+                for (int t = 0; t < S::lanes; ++t) S::store(to + (d + t) * W + c, square[t]);
+            }
+    }
+
+    uint64_t rows_that_see(uint64_t keys, bool partial) const {
+        if (!partial) return Visibility<T, W>::every_row;
+        uint64_t any = 0;
+        for (; keys != 0; keys &= keys - 1) any |= place.sight.words[__builtin_ctzll(keys)];
+        return any;
+    }
+
+    // From `key` on the rows have no part in the tile any more.
+    void drop(const Problem& call, uint64_t which, int64_t key) {
+        for (int i = 0; i < rows; ++i) {
+            if (!(which >> i & 1) || inverse[i] == 0) continue;
+            clear_row(call, i);
+            for (int64_t d = 0; d < call.d_k; ++d) queries[d * W + i] = 0;
+            for (int64_t d = 0; d < call.d_v; ++d) grads[d * W + i] = 0;
+            odd |= 1ull << i;
+            odd_from[i] = key;
+        }
+    }
+
+    uint64_t differentiate_vector(const Backward& call, int c, int64_t from, int64_t to, bool partial, T* weights, T* slopes) {
+        const int at = c * S::lanes;
+        const bool biased = call.mask.kind > MaskKind::boolean, adjusted = biased || call.softcap > 0;
+        const T* bias = biased ? place.sight.bias + from * W + at : nullptr;
+        auto step = partial ? adjusted ? differentiate<T, W, true, true> : differentiate<T, W, true, false>
+                            : adjusted ? differentiate<T, W, false, true> : differentiate<T, W, false, false>;
+        return step(weights + from * W + at, slopes + from * W + at, to - from, place.sight.words + from, at, bias,
+                    T(call.softcap), top, inverse, delta)
+               << at;
+    }
+
+    bool write_row(const Backward& call, int i, int64_t r, int64_t l) {
+        const int64_t at = output_row(call) + i;
+        const T* sums = query_rows + i * padded<T>(call.d_k);
+        In* to = static_cast<In*>(call.gradients.query) + at * call.d_k;
+        const bool blind = inverse[i] == 0;
+        const double of_scale = blind ? 0.0 : dot(sums, row_of(call.q, n, g, r, l), call.q.d, call.d_k);
+        if (call.gradients.scale != nullptr) call.gradients.scale[at] = of_scale;
+        const T scale = T(call.scale.data[n * call.scale.n + g * call.scale.g + r * call.scale.r + l * call.scale.l]);
+        const auto factor = S::all(blind ? T(0) : scale);
+        auto check = S::zero();
+        for (int64_t d = 0; d < call.d_k; d += S::lanes) {
+            const auto x = S::mul(S::load(sums + d), factor);
+            check = S::fma(x, S::zero(), check);
+            store_row(to + d, x, smaller(S::lanes, call.d_k - d));
+        }
+        constexpr uint64_t lanes = (1ull << S::lanes) - 1;
+        return std::isfinite(of_scale) && S::bits(S::equal(check, S::zero())) == lanes;
+    }
+
+    static void store_row(In* to, typename S::Vec x, int64_t count) {
+        using Out = decltype(widen(In()));
+        T row[S::lanes];
+        S::store(row, x);
+        for (int64_t i = 0; i < count; ++i) to[i] = narrow(Out(row[i]), In());
+    }
+};
+
+}  // namespace
+}  // namespace SQRTDK_LEVEL
+}  // namespace sqrtdk
