@@ -1,0 +1,250 @@
+"""A case run and compared: with the definition, and with the same call made another way."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass, replace
+
+import ml_dtypes
+import numpy as np
+
+from .calls import STATISTICS, run
+from .cases import DTYPES, Case, Learnable
+from .definition import Bounded, Problem, Real, Rounding, Softmax, attend, pose, soften
+from .derivatives import _sum_to, differentiate, push_forward, sees_no_number
+from .layouts import is_true
+from .rows import describe
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """What was wrong, in a word to sort by and in numbers to look at."""
+
+    name: str
+    text: str
+
+
+def check(case: Case) -> list[Mismatch]:
+    """Every mismatch of one case."""
+    try:
+        results = run(case)
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"{error} ({where.filename.rpartition('/')[2]}:{where.lineno})"
+        return [Mismatch(f"raises {type(error).__name__}", text)]
+    mismatches = compare_with_definition(case, results)
+    for variant in case.variants:
+        mismatches += compare_with_variant(case, results, variant)
+    return mismatches
+
+
+def choose_rounding(case: Case) -> Rounding:
+    """float64 for float64 and for the reference, which always works in it; float32 for the rest."""
+    in_float64 = case.dtype == "float64" or case.front == "array gradients"
+    in_float64 = in_float64 or (case.front == "arrays" and case.level == "reference")
+    by_kernel = case.level != "reference"
+    holds_weights = not by_kernel or case.front not in ("arrays", "tensors")
+    return Rounding(case.dtype, "float64" if in_float64 else "float32", holds_weights, by_kernel)
+
+
+def compare_with_definition(case: Case, results: dict[str, np.ndarray]) -> list[Mismatch]:
+    problem = pose(case, choose_rounding(case))
+    soft = soften(problem)
+    expected = attend(problem, soft)
+    if any(name.startswith("statistics.") for name in results):
+        expected |= {f"statistics.{name}": bounded for name, bounded in describe(problem, soft).items()}
+    if any(name.startswith("gradient.") for name in results):
+        expected |= {f"gradient.{name}": bounded for name, bounded in differentiate(case, problem, soft).items()}
+        _shape_scale_gradient(case, expected)
+    if "tangent" in results:
+        expected |= push_forward(case, problem, soft)
+        # In forward-mode a vector that is no number makes the whole row NaN.
+        strange = sees_no_number(problem)[..., None]
+        for name in ("output", "weights"):
+            expected[name].tolerance = np.where(strange, np.inf, expected[name].tolerance)
+    mismatches = []
+    for name, array in results.items():
+        if name == "statistics.max_key":
+            mismatches += _check_max_key(array, problem, soft)
+        else:
+            mismatches += compare(name, array, expected[name])
+    if {"output", "weights"} <= set(results):
+        mismatches += _check_output_of_weights(case, problem, results, expected)
+    return mismatches
+
+
+def _shape_scale_gradient(case: Case, expected: dict[str, Bounded]) -> None:
+    if isinstance(case.scale, np.ndarray) and case.front == "tensor gradients":
+        rows = expected["gradient.scale"]
+        value, tolerance, size = (
+            _sum_to(x.reshape(case.q.shape[:-1]), case.scale.shape)
+            for x in (rows.value, rows.tolerance, np.abs(rows.value))
+        )
+        unit = float(ml_dtypes.finfo(case.scale.dtype).eps)
+        expected["gradient.scale"] = Bounded(value, tolerance + unit * size)
+
+
+def compare(name: str, found: np.ndarray, expected: Bounded) -> list[Mismatch]:
+    """Whether an array lies within its bounds; the place that is farthest outside is told."""
+    if found.size != expected.value.size:
+        return [Mismatch(f"{name} shape", f"{found.shape} for {expected.value.shape}")]
+    if not found.size:
+        return []
+    most = Real(float(ml_dtypes.finfo(found.dtype).max)) if found.dtype.kind in "fV" or found.dtype.name == "bfloat16" else Real(np.inf)
+    smallest = Real(float(ml_dtypes.finfo(found.dtype).smallest_subnormal)) if found.dtype.kind != "i" else Real(0)
+    unit = Real(float(ml_dtypes.finfo(found.dtype).eps)) / 2 if found.dtype.kind != "i" else Real(0)
+    value, tolerance = (np.asarray(x, dtype=Real).reshape(found.shape) for x in (expected.value, expected.tolerance))
+    tolerance = tolerance + np.where(np.isfinite(value), unit * np.abs(value), 0) + smallest
+    given = found.astype(Real)
+    with np.errstate(all="ignore"):
+        apart = np.abs(given - value)
+        right = (tolerance == np.inf) | (given == value) | (apart <= tolerance)
+        right |= np.isnan(value) & np.isnan(given)
+        right |= (value == np.inf) & ~np.isfinite(given)
+        right |= np.isinf(given) & (np.sign(given) == np.sign(value)) & (np.abs(value) + tolerance >= most)
+        right |= np.isinf(given) & (tolerance >= most)
+        if right.all():
+            return []
+        excess = np.where(right, -1, np.nan_to_num(apart / tolerance, nan=np.inf))
+    at = np.unravel_index(int(excess.argmax()), excess.shape)
+    shown = f"{given[at]:.9g} for {value[at]:.9g} ± {tolerance[at]:.2g}"
+    strange = " (not finite)" if not np.isfinite(given[at]) and np.isfinite(value[at]) else ""
+    place = tuple(int(i) for i in at)
+    return [Mismatch(name + strange, f"{shown} at {place}, {(~right).sum()} of {right.size} wrong")]
+
+
+def _check_max_key(found: np.ndarray, problem: Problem, soft: Softmax) -> list[Mismatch]:
+    """The index of a largest logit, the first of those whose keys are the same vector; −1 where nothing is seen."""
+    found = found.reshape(soft.blind.shape)
+    known = ~(soft.poisoned | soft.undefined)
+    wrong = known & soft.blind & (found != -1)
+    sees = known & ~soft.blind
+    if sees.any():
+        keys = problem.visible.shape[-1]
+        inside = (found >= 0) & (found < keys)
+        at = np.clip(found, 0, keys - 1)[..., None]
+        top = soft.logits.max(axis=-1)
+        own, own_error = (np.take_along_axis(x, at, -1)[..., 0] for x in (soft.logits, soft.logits_error))
+        slack = own_error + np.take_along_axis(soft.logits_error, soft.logits.argmax(axis=-1)[..., None], -1)[..., 0]
+        is_seen = np.take_along_axis(problem.visible, at, -1)[..., 0]
+        with np.errstate(all="ignore"):
+            wrong |= sees & ~(inside & is_seen & (top - own <= slack))
+        earlier = problem.visible & (np.arange(keys) < at) & (soft.logits == np.take_along_axis(soft.logits, at, -1))
+        earlier &= _is_same_key(problem, at)
+        if problem.rounding.by_kernel and not wrong.any() and (earlier.any(axis=-1) & sees).any():
+            place = tuple(int(i[0]) for i in np.nonzero(earlier.any(axis=-1) & sees))
+            first = int(earlier[place].argmax())
+            return [Mismatch("statistics.max_key of ties", f"{found[place]} for {first} at {place}")]
+    if not wrong.any():
+        return []
+    place = tuple(int(i[0]) for i in np.nonzero(wrong))
+    return [Mismatch("statistics.max_key", f"{found[place]} for {soft.logits[place].argmax()} at {place}")]
+
+
+def _is_same_key(problem: Problem, at: np.ndarray) -> np.ndarray:
+    """Whether each key is the same vector as the one of the row's index."""
+    names: dict[bytes, int] = {}
+    vectors = problem.k.astype(np.float64).reshape(-1, problem.k.shape[-1])
+    numbered = np.array([names.setdefault(vector.tobytes(), len(names)) for vector in vectors])
+    numbered = np.broadcast_to(numbered.reshape(problem.k.shape[:-1])[:, :, None], problem.visible.shape)
+    return numbered == np.take_along_axis(numbered, at, -1)
+
+
+def _check_output_of_weights(case, problem, results, expected) -> list[Mismatch]:
+    """The output is the weights times the values, whatever the weights are."""
+    if not np.isfinite(problem.v).all() or not results["output"].size:
+        return []
+    weights = results["weights"].astype(Real).reshape(problem.visible.shape)
+    output = weights @ problem.v
+    rounding = np.abs(expected["weights"].tolerance) @ np.abs(problem.v)
+    return compare("output of weights", results["output"], Bounded(output, rounding + expected["output"].tolerance))
+
+
+def compare_with_variant(case: Case, results: dict[str, np.ndarray], variant: str) -> list[Mismatch]:
+    """The same call made another way gives the same bits."""
+    rows = np.ones(case.q.shape[:-1], dtype=bool)
+    # Weights of tensors, and all that level `reference` makes of them, are torch's products: their bits follow threads,
+    # strides and batch.
+    own_products = not case.on_tensors or variant in ("statistics off", "hidden keys changed")
+    if case.level == "reference" and not own_products:
+        return []
+    if variant == "statistics off":
+        if not case.statistics:
+            return []
+        others = run(replace(case, statistics=False))
+    elif variant == "contiguous":
+        others = run(replace(case, **{name: _copy(getattr(case, name)) for name in ("q", "k", "v", "mask")}))
+    elif variant == "other threads":
+        others = run(replace(case, threads=3 - case.threads))
+    elif variant == "entries apart":
+        if case.q.ndim < 4 or case.q.shape[0] < 2:
+            return []
+        entries = [run(_take_entry(case, i)) for i in range(case.q.shape[0])]
+        others = {name: np.concatenate([entry[name] for entry in entries]) for name in results}
+    else:
+        rows = ~case.visible()[..., case.changed_keys].any(axis=-1).reshape(rows.shape)
+        results = run(replace(case, k=_copy(case.k), v=_copy(case.v)))
+        others = run(_change_keys(case))
+    mismatches = []
+    for name in sorted(results.keys() & others.keys()):
+        if name.startswith("gradient.") or (name == "weights" and not own_products):
+            continue
+        one, other = results[name][rows], others[name][rows]
+        differ = _bits(one) != _bits(other)
+        if differ.any():
+            at = tuple(int(i[0]) for i in np.nonzero(differ))
+            text = f"{one[at]} for {other[at]} at {at}, {differ.sum()} of {differ.size} differ"
+            mismatches.append(Mismatch(f"bits, {variant}: {name}", text))
+    return mismatches
+
+
+def _copy(array):
+    if array is None:
+        return None
+    if array.dtype == bool:
+        return is_true(array)
+    return np.array(array, dtype=DTYPES[array.dtype.name], order="C")
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+    """The bits as integers, every NaN alike."""
+    if array.dtype.kind == "i":
+        return array
+    array = np.ascontiguousarray(array.astype(DTYPES[array.dtype.name]))
+    integers = array.view(f"i{array.dtype.itemsize}")
+    return np.where(np.isnan(array), np.iinfo(integers.dtype).max, integers)
+
+
+def _take_entry(case: Case, i: int) -> Case:
+    """The call with one entry of the first batch axis."""
+    rank = case.q.ndim
+
+    def take(array, axes):
+        own = isinstance(array, np.ndarray) and array.ndim == axes and array.shape[0] > 1
+        return array[i : i + 1] if own else array
+
+    return replace(
+        case,
+        q=case.q[i : i + 1],
+        k=case.k[i : i + 1],
+        v=case.v[i : i + 1],
+        mask=take(case.mask, rank),
+        scale=case.scale if isinstance(case.scale, str | Learnable) else take(case.scale, rank - 1),
+        cotangents={
+            name: x if name == "sinks" else x[i : i + 1] for name, x in case.cotangents.items()
+        },
+    )
+
+
+def _change_keys(case: Case) -> Case:
+    """Other numbers, and none, in some keys and values: rows that see none of them must not notice."""
+    rng = np.random.default_rng([case.seed, case.index, 2])
+    changed = {}
+    for name in ("k", "v"):
+        array = getattr(case, name)
+        other = rng.choice([0.0, 1.0, -3.0, 1e4, np.nan, np.inf, -np.inf], size=array.shape).astype(array.dtype)
+        changed[name] = np.where(case.changed_keys[:, None], other, array).astype(array.dtype)
+    return replace(case, **changed)
+
+
+assert STATISTICS[1] == "max_key"

@@ -1,0 +1,84 @@
+"""Runs cases in a process of their own, which may die: it is started again behind the call that killed it."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_LONGEST = 120  # seconds for one case: more is a hang
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is wrong with a case, by name, and how to see it again."""
+
+    seed: int
+    case: int
+    call: str
+    mismatches: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"python -m tests.fuzzing --seed {self.seed} --case {self.case}", self.call]
+        return "\n    ".join([*lines, *(f"{name}: {text}" for name, text in self.mismatches.items())])
+
+
+def hunt(seed: int, first: int, count: int) -> Iterator[Found]:
+    """Everything that is wrong with these cases of a seed."""
+    end = first + count
+    while first < end:
+        command = [sys.executable, "-m", "fuzzing", "--seed", str(seed), "--first", str(first), "--cases", str(end - first)]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (_TESTS, os.environ.get("PYTHONPATH"))))}
+        with subprocess.Popen(
+            [*command, "--stream"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=_TESTS, env=environment
+        ) as worker:
+            assert worker.stdout is not None
+            assert worker.stderr is not None
+            begun, call = first - 1, "before the first call"
+            for line in worker.stdout:
+                event = json.loads(line)
+                begun, call = event["case"], event["call"]
+                if event["mismatches"]:
+                    yield Found(seed, begun, call, event["mismatches"])
+            complaint = worker.stderr.read()
+        if worker.returncode:
+            reason = " / ".join(complaint.strip().splitlines()[-12:])[-600:]
+            yield Found(seed, begun, call, {f"dies with {worker.returncode}": reason})
+            if begun < first:  # it did not come as far as a call
+                return
+        first = begun + 1
+
+
+_TESTS = str(Path(__file__).resolve().parent.parent)
+
+
+def serve(seed: int, first: int, count: int) -> None:
+    """The worker's side: every call is told before it is made, so that the last one told is the one that killed it."""
+    from sqrtdk import backends
+
+    from .cases import draw_case
+    from .check import check
+
+    faulthandler.enable()
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "`torch.jit.", DeprecationWarning)  # scripts in torch's own decompositions
+    levels = tuple(backend.name for backend in backends.list() if backend.runs_here)
+    for index in range(first, first + count):
+        faulthandler.dump_traceback_later(_LONGEST, exit=True)
+        case = draw_case(seed, index, levels)
+        _tell({"case": index, "call": case.describe(), "mismatches": {}})
+        mismatches = {mismatch.name: mismatch.text for mismatch in check(case)}
+        if mismatches:
+            _tell({"case": index, "call": case.describe(), "mismatches": mismatches})
+    faulthandler.cancel_dump_traceback_later()
+
+
+def _tell(event: dict) -> None:
+    sys.stdout.write(json.dumps(event) + "\n")
+    sys.stdout.flush()
