@@ -1,4 +1,4 @@
-"""`python -m tests.fuzzing --seed S --case I` shows one call again; without `--case` it hunts on seeds of your choice."""
+"""`python -m tests.fuzzing --seed S --case I` shows one call again; without `--case` it hunts on a seed."""
 
 from __future__ import annotations
 

@@ -142,4 +142,6 @@ def _run_forward_mode(case: Case) -> dict[str, np.ndarray]:
         result = result._replace(
             output=output, weights=None if result.weights is None else forward_ad.unpack_dual(result.weights)[0]
         )
-        return _collect(result, to_array) | {"tangent": to_array(torch.zeros_like(output) if tangent is None else tangent)}
+        return _collect(result, to_array) | {
+            "tangent": to_array(torch.zeros_like(output) if tangent is None else tangent)
+        }

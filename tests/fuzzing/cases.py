@@ -13,7 +13,14 @@ from .layouts import FOR_ARRAYS, FOR_TENSORS, is_true, lay_out, with_odd_bytes
 
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}
 # How often a front of the package is called. "jvp" is forward-mode, "drop-in" torch's own signature.
-FRONTS = {"arrays": 0.3, "array gradients": 0.1, "tensors": 0.14, "tensor gradients": 0.26, "drop-in": 0.12, "jvp": 0.08}
+FRONTS = {
+    "arrays": 0.3,
+    "array gradients": 0.1,
+    "tensors": 0.14,
+    "tensor gradients": 0.26,
+    "drop-in": 0.12,
+    "jvp": 0.08,
+}
 LENGTHS = (0, 1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 200, 257)
 WIDTHS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 48, 63, 64, 65, 80, 96, 127, 128, 129, 130)
 POLICIES = ("none", "sqrt", "inverse", "fixed:7", "temperature:0.5", "mup", "mup:16", "log_n", "log_n:0.4", "yarn:4")
@@ -113,13 +120,15 @@ class Case:
                 continue
             if isinstance(value, np.ndarray):
                 entries = f" {np.array2string(value.astype(float), precision=4)}" if 0 < value.size < 5 else ""
-                value = f"{value.dtype.name}{value.shape}{entries} {self.layouts.get(name, '')}".strip()
+                layouts = [self.layouts[key] for key in (name, f"{name} bytes") if key in self.layouts]
+                value = " ".join([f"{value.dtype.name}{value.shape}{entries}", *layouts])
             elif isinstance(value, Learnable):
                 value = f"nn {value.kind}{' per head' if value.per_head else ''}"
             options.append(f"{name}={value}")
         return (
-            f"{self.front} on {self.level}, {self.threads} threads, {self.dtype}: {shapes}; {', '.join(options) or 'plain'}"
-            f" [statistics={self.statistics} weights={self.weights} extremes={self.extremes}]"
+            f"{self.front} on {self.level}, {self.threads} threads, {self.dtype}: {shapes}; "
+            f"{', '.join(options) or 'plain'}; statistics={self.statistics}, weights={self.weights}; "
+            f"extreme: {', '.join(self.extremes) or 'nothing'}"
         )
 
 
@@ -314,7 +323,10 @@ def _draw_mask(rng, case, extremes):
     if len(shape) > 1 and rng.random() < 0.5:
         seen &= rng.random((*shape[:-1], 1)) < 0.7  # rows that see nothing
     if rng.random() < 0.5:
-        return with_odd_bytes(seen, rng) if rng.random() < 0.4 else seen
+        if rng.random() < 0.4:
+            case.layouts["mask bytes"] = "odd bytes"
+            return with_odd_bytes(seen, rng)
+        return seen
     bias = rng.standard_normal(shape) * rng.choice([0.3, 3.0])
     dtype = str(rng.choice(list(DTYPES)))
     if "mask" in extremes:

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import ml_dtypes
 import numpy as np
 
-from .calls import STATISTICS, run
+from .calls import run
 from .cases import DTYPES, Case, Learnable
 from .definition import Bounded, Problem, Real, Rounding, Softmax, attend, pose, soften
-from .derivatives import _sum_to, differentiate, push_forward, sees_no_number
+from .derivatives import differentiate, push_forward, sees_no_number, sum_to
 from .layouts import is_true
-from .rows import describe
+from .rows import describe, is_same_key
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def _shape_scale_gradient(case: Case, expected: dict[str, Bounded]) -> None:
     if isinstance(case.scale, np.ndarray) and case.front == "tensor gradients":
         rows = expected["gradient.scale"]
         value, tolerance, size = (
-            _sum_to(x.reshape(case.q.shape[:-1]), case.scale.shape)
+            sum_to(x.reshape(case.q.shape[:-1]), case.scale.shape)
             for x in (rows.value, rows.tolerance, np.abs(rows.value))
         )
         unit = float(ml_dtypes.finfo(case.scale.dtype).eps)
@@ -90,9 +90,10 @@ def compare(name: str, found: np.ndarray, expected: Bounded) -> list[Mismatch]:
         return [Mismatch(f"{name} shape", f"{found.shape} for {expected.value.shape}")]
     if not found.size:
         return []
-    most = Real(float(ml_dtypes.finfo(found.dtype).max)) if found.dtype.kind in "fV" or found.dtype.name == "bfloat16" else Real(np.inf)
-    smallest = Real(float(ml_dtypes.finfo(found.dtype).smallest_subnormal)) if found.dtype.kind != "i" else Real(0)
-    unit = Real(float(ml_dtypes.finfo(found.dtype).eps)) / 2 if found.dtype.kind != "i" else Real(0)
+    most, smallest, unit = Real(np.inf), Real(0), Real(0)
+    if found.dtype.kind != "i":
+        limits = ml_dtypes.finfo(found.dtype)
+        most, smallest, unit = (Real(float(x)) for x in (limits.max, limits.smallest_subnormal, limits.eps / 2))
     value, tolerance = (np.asarray(x, dtype=Real).reshape(found.shape) for x in (expected.value, expected.tolerance))
     tolerance = tolerance + np.where(np.isfinite(value), unit * np.abs(value), 0) + smallest
     given = found.astype(Real)
@@ -130,7 +131,7 @@ def _check_max_key(found: np.ndarray, problem: Problem, soft: Softmax) -> list[M
         with np.errstate(all="ignore"):
             wrong |= sees & ~(inside & is_seen & (top - own <= slack))
         earlier = problem.visible & (np.arange(keys) < at) & (soft.logits == np.take_along_axis(soft.logits, at, -1))
-        earlier &= _is_same_key(problem, at)
+        earlier &= is_same_key(problem, at)
         if problem.rounding.by_kernel and not wrong.any() and (earlier.any(axis=-1) & sees).any():
             place = tuple(int(i[0]) for i in np.nonzero(earlier.any(axis=-1) & sees))
             first = int(earlier[place].argmax())
@@ -139,15 +140,6 @@ def _check_max_key(found: np.ndarray, problem: Problem, soft: Softmax) -> list[M
         return []
     place = tuple(int(i[0]) for i in np.nonzero(wrong))
     return [Mismatch("statistics.max_key", f"{found[place]} for {soft.logits[place].argmax()} at {place}")]
-
-
-def _is_same_key(problem: Problem, at: np.ndarray) -> np.ndarray:
-    """Whether each key is the same vector as the one of the row's index."""
-    names: dict[bytes, int] = {}
-    vectors = problem.k.astype(np.float64).reshape(-1, problem.k.shape[-1])
-    numbered = np.array([names.setdefault(vector.tobytes(), len(names)) for vector in vectors])
-    numbered = np.broadcast_to(numbered.reshape(problem.k.shape[:-1])[:, :, None], problem.visible.shape)
-    return numbered == np.take_along_axis(numbered, at, -1)
 
 
 def _check_output_of_weights(case, problem, results, expected) -> list[Mismatch]:
@@ -230,9 +222,7 @@ def _take_entry(case: Case, i: int) -> Case:
         v=case.v[i : i + 1],
         mask=take(case.mask, rank),
         scale=case.scale if isinstance(case.scale, str | Learnable) else take(case.scale, rank - 1),
-        cotangents={
-            name: x if name == "sinks" else x[i : i + 1] for name, x in case.cotangents.items()
-        },
+        cotangents={name: x if name == "sinks" else x[i : i + 1] for name, x in case.cotangents.items()},
     )
 
 
@@ -245,6 +235,3 @@ def _change_keys(case: Case) -> Case:
         other = rng.choice([0.0, 1.0, -3.0, 1e4, np.nan, np.inf, -np.inf], size=array.shape).astype(array.dtype)
         changed[name] = np.where(case.changed_keys[:, None], other, array).astype(array.dtype)
     return replace(case, **changed)
-
-
-assert STATISTICS[1] == "max_key"

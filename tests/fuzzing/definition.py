@@ -59,7 +59,7 @@ class Rounding:
 
 @dataclass
 class Bounded:
-    """What must come out, and how far from it: NaN must be NaN, infinity not finite; any where the bound is infinite."""
+    """What must come out, and how far from it: NaN is NaN, infinity means not finite; an infinite bound means all."""
 
     value: np.ndarray
     tolerance: np.ndarray
@@ -148,10 +148,10 @@ def _apply_scale(case: Case, problem: Problem) -> None:
 def _normalise(problem: Problem, of_mean: bool) -> None:
     problem.given = problem.q, problem.k
     problem.normalised = 1 / problem.q.shape[-1] if of_mean else 1.0
-    problem.q, problem.k = (x / _length(x, problem.normalised) for x in problem.given)
+    problem.q, problem.k = (x / length_of(x, problem.normalised) for x in problem.given)
 
 
-def _length(x: np.ndarray, weight: float) -> np.ndarray:
+def length_of(x: np.ndarray, weight: float) -> np.ndarray:
     """√(w·Σx² + 1e-12), what a vector is divided by."""
     return np.sqrt(Real(weight) * (x * x).sum(axis=-1, keepdims=True) + Real("1e-12"))
 
@@ -339,7 +339,9 @@ def attend(problem: Problem, soft: Softmax) -> dict[str, Bounded]:
         output = soft.weights @ v
         error = soft.weights_error.clip(max=Real("1e4000")) @ np.abs(v)
         error = error + rounding.of_sum(v.shape[-2]) * size_of_products(soft.weights, v.swapaxes(-1, -2))
-        error = np.where(soft.undefined[..., None], np.inf, error + rounding.of_storing(output))
+        # Products of weights and values below the smallest number.
+        error = error + rounding.of_storing(output) + rounding.smallest * v.shape[-2]
+        error = np.where(soft.undefined[..., None], np.inf, error)
         if not finite.all():
             bad = (~finite).astype(np.float64)
             surely = (problem.visible & soft.certain & (soft.weights > 0)).astype(np.float64) @ bad > 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from .cases import Case
-from .definition import Bounded, Problem, Real, Softmax, _length, size_of_products
+from .definition import Bounded, Problem, Real, Softmax, length_of, size_of_products
 
 _MOST = Real("1e4000")
 
@@ -68,13 +68,17 @@ def _differentiate(case: Case, problem: Problem, soft: Softmax) -> dict[str, Bou
     q_error = np.abs(scale) * (
         size_of_products(scores_error, kt) + (rounding.of_sum(keys) + scale_error) * size_of_products(size, kt)
     )
-    queries = q.shape[-2]
+    # Products below the smallest number, the scaled query among them.
+    smallest, queries = rounding.smallest, q.shape[-2]
+    q_error = q_error + smallest * (1 + keys * np.abs(scale))
     to_k = (to_scores * scale).swapaxes(-1, -2) @ q
     st, et = (size * np.abs(scale)).swapaxes(-1, -2), (scores_error * np.abs(scale)).swapaxes(-1, -2)
     relative = rounding.of_sum(queries * problem.shared) + problem.scale_error.max(initial=0)
     k_error = size_of_products(et, qt) + relative * size_of_products(st, qt)
+    k_error = k_error + smallest * (queries + size.sum(axis=-2)[..., None])
     to_v = p.swapaxes(-1, -2) @ grad
     v_error = size_of_products(p_error.swapaxes(-1, -2), gt)
+    v_error = v_error + smallest * queries
     v_error = v_error + rounding.of_sum(queries * problem.shared) * size_of_products(p.swapaxes(-1, -2), gt)
     products, reach = np.where(visible, soft.products, 0), np.where(visible, soft.products_size, 0)
     products = np.where(np.isfinite(products), products, 0)
@@ -86,13 +90,18 @@ def _differentiate(case: Case, problem: Problem, soft: Softmax) -> dict[str, Bou
     touched = (visible & unknown[..., None]).any(axis=-2)[..., None]
     k_error, v_error = np.where(touched, np.inf, k_error), np.where(touched, np.inf, v_error)
     results: dict[str, Bounded] = {}
-    rows_of_scale = to_scale * problem.scale, to_scale_error * np.abs(problem.scale) + np.abs(to_scale * problem.scale) * problem.scale_error
+    rows_of_scale = (
+        to_scale * problem.scale,
+        to_scale_error * np.abs(problem.scale) + np.abs(to_scale * problem.scale) * problem.scale_error,
+    )
     if problem.normalised is not None:
         to_q, q_error = _pull_back(problem, 0, to_q, q_error)
         to_k, k_error = _pull_back(problem, 1, to_k, k_error)
     if "weight" in problem.features:
         weight = case.scale.parameters["weight"].astype(Real)
         weight = (weight[:, None, :] if case.scale.per_head else weight) / np.sqrt(Real(q.shape[-1]))
+        # Two ways lead to the query, and torch adds up what it has stored of each.
+        q_error = q_error + rounding.of_storing(to_q) + rounding.of_storing(rows_of_scale[0][..., None] * weight)
         to_q = to_q + rows_of_scale[0][..., None] * weight
         q_error = q_error + (rows_of_scale[1] + 8 * unit * np.abs(rows_of_scale[0]))[..., None] * np.abs(weight)
     results["query"] = _store(case, to_q, q_error, case.q.shape, rounding)
@@ -109,12 +118,15 @@ def _differentiate(case: Case, problem: Problem, soft: Softmax) -> dict[str, Bou
     if problem.bias is not None:
         full = (*case.q.shape[:-3], case.heads, *p.shape[-2:])
         error = np.where(unknown[..., None] & visible, np.inf, logits_error + 8 * unit * np.abs(to_logits))
-        results["mask"] = Bounded(*(_sum_to(x.reshape(full), case.mask.shape) for x in (to_logits, error)))
-        results["mask"].tolerance += rounding.unit * 64 * _sum_to(np.abs(to_logits).reshape(full), case.mask.shape)
+        results["mask"] = Bounded(*(sum_to(x.reshape(full), case.mask.shape) for x in (to_logits, error)))
+        results["mask"].tolerance += rounding.unit * 64 * sum_to(np.abs(to_logits).reshape(full), case.mask.shape)
     for name, feature in problem.features.items():
         gradient, error = (
             x[..., None] * f if name == "weight" else x * f
-            for x, f in ((rows_of_scale[0], feature), (rows_of_scale[1] + 16 * unit * np.abs(rows_of_scale[0]), np.abs(feature)))
+            for x, f in (
+                (rows_of_scale[0], feature),
+                (rows_of_scale[1] + 16 * unit * np.abs(rows_of_scale[0]), np.abs(feature)),
+            )
         )
         axes = (0, 2) if case.scale.per_head else (0, 1, 2)
         results[f"parameter {name}"] = Bounded(gradient.sum(axis=axes), error.sum(axis=axes))
@@ -138,7 +150,7 @@ def _pull_back(problem: Problem, which: int, gradient, error):
     x, weight = problem.given[which], Real(problem.normalised)
     known = np.isfinite(x).all(axis=-1, keepdims=True)
     x = np.where(known, x, 1)
-    r = _length(x, problem.normalised)
+    r = length_of(x, problem.normalised)
     y = x / r
     carried = (gradient - y * weight * (gradient * y).sum(axis=-1, keepdims=True)) / r
     sizes = np.abs(gradient) + np.abs(y) * weight * (np.abs(gradient) * np.abs(y)).sum(axis=-1, keepdims=True)
@@ -146,7 +158,7 @@ def _pull_back(problem: Problem, which: int, gradient, error):
     return np.where(known, carried, 0), (errors + 2 * problem.rounding.of_sum(x.shape[-1]) * sizes) / r
 
 
-def _sum_to(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def sum_to(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     x = x.sum(axis=tuple(range(x.ndim - len(shape))))
     return x.sum(axis=tuple(i for i, size in enumerate(shape) if size == 1), keepdims=True)
 
@@ -208,6 +220,6 @@ def _push_forward(case: Case, problem: Problem, soft: Softmax) -> dict[str, Boun
 def _push_through(problem: Problem, which: int, tangent):
     x, weight = problem.given[which], Real(problem.normalised)
     x = np.where(np.isfinite(x).all(axis=-1, keepdims=True), x, 1)
-    r = _length(x, problem.normalised)
+    r = length_of(x, problem.normalised)
     y = x / r
     return (tangent - y * weight * (tangent * y).sum(axis=-1, keepdims=True)) / r

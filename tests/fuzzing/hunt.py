@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import faulthandler
 import json
-import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,15 +28,15 @@ class Found:
         return "\n    ".join([*lines, *(f"{name}: {text}" for name, text in self.mismatches.items())])
 
 
-def hunt(seed: int, first: int, count: int) -> Iterator[Found]:
+_WORKER = (sys.executable, "-m", "fuzzing", "--stream")
+
+
+def hunt(seed: int, first: int, count: int, worker_command: Sequence[str] = _WORKER) -> Iterator[Found]:
     """Everything that is wrong with these cases of a seed."""
     end = first + count
     while first < end:
-        command = [sys.executable, "-m", "fuzzing", "--seed", str(seed), "--first", str(first), "--cases", str(end - first)]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (_TESTS, os.environ.get("PYTHONPATH"))))}
-        with subprocess.Popen(
-            [*command, "--stream"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=_TESTS, env=environment
-        ) as worker:
+        command = [*worker_command, "--seed", str(seed), "--first", str(first), "--cases", str(end - first)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=_TESTS) as worker:
             assert worker.stdout is not None
             assert worker.stderr is not None
             begun, call = first - 1, "before the first call"

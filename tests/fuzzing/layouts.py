@@ -66,7 +66,10 @@ def to_tensor(array):
     array = np.asarray(array)
     if not array.flags.writeable:
         # torch would warn; a repeated axis is kept.
-        kept = tuple(slice(0, 1) if stride == 0 and size else slice(None) for stride, size in zip(array.strides, array.shape, strict=True))
+        kept = tuple(
+            slice(0, 1) if stride == 0 and size else slice(None)
+            for stride, size in zip(array.strides, array.shape, strict=True)
+        )
         return to_tensor(array[kept].copy()).expand(array.shape)
     if array.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)

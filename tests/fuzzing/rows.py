@@ -61,20 +61,22 @@ def _describe(problem: Problem, soft: Softmax) -> dict[str, Bounded]:
     entropy = log_total - np.where(is_tail, weighted * below, 0).sum(axis=-1)
     surprise = np.where(is_tail, np.abs(below - log_total[..., None] + entropy[..., None]), 0)
     linear = 2 * (weighted * surprise * apart).sum(axis=-1) + 4 * close * entropy
-    lost = np.where(is_tail & (np.exp(below) < floor), weighted * surprise, 0).sum(axis=-1)
+    vanished = np.where(is_tail & (np.exp(below) < floor), weighted * surprise, 0).sum(axis=-1)
     keys = Real(max(logits.shape[-1], 2))
     bound = most[0] * (1 + np.log1p(keys / np.where(most[0] > 0, most[0], 1)))
-    tolerance = np.where(largest_error < 0.1, linear + 2 * lost, np.where(most[0] < 1e-3, bound, np.inf))
+    tolerance = np.where(largest_error < 0.1, linear + 2 * vanished, np.where(most[0] < 1e-3, bound, np.inf))
     fields["entropy"] = Bounded(np.where(blind, 0, entropy) + poison, tolerance)
+    # Squares below the smallest normal number may be lost.
+    lost = problem.rounding.smallest_normal
     equal = _are_equal(problem) if visible.any() and problem.rounding.by_kernel else np.zeros(blind.shape, bool)
-    _add_moments(fields, "logit", logits, error, visible, equal, close)
+    _add_moments(fields, "logit", logits, error, visible, equal, close, lost)
     fields["max_logit"] = Bounded(top, np.where(visible, error, 0).max(axis=-1, initial=0))
     if problem.softcap is None and problem.bias is None:
         fields["score_max"], fields["score_variance"] = fields["max_logit"], fields["logit_variance"]
     else:
         scores = np.where(visible, soft.scores, -np.inf) if problem.visible.shape[-1] else logits
         scores_error = soft.scores_error if problem.visible.shape[-1] else error
-        _add_moments(fields, "score", scores, scores_error, visible, equal, close)
+        _add_moments(fields, "score", scores, scores_error, visible, equal, close, lost)
         score_error = np.where(visible, scores_error, 0).max(axis=-1, initial=0)
         fields["score_max"] = Bounded(scores.max(axis=-1), score_error)
         del fields["score_mean"]
@@ -102,20 +104,25 @@ def _with_one_hidden_key(soft: Softmax) -> Softmax:
     )
 
 
-def _are_equal(problem: Problem) -> np.ndarray:
-    """Rows whose visible keys are all the same vector with the same bias: their logits differ by no rounding."""
-    first = problem.visible.argmax(axis=-1)[..., None]
+def is_same_key(problem: Problem, at: np.ndarray) -> np.ndarray:
+    """Whether each key `[N, H, L, S]` is the same vector as the row's key at an index `[N, H, L, 1]`."""
     names: dict[bytes, int] = {}
     vectors = problem.k.astype(np.float64).reshape(-1, problem.k.shape[-1])
     numbered = np.array([names.setdefault(vector.tobytes(), len(names)) for vector in vectors])
     numbered = np.broadcast_to(numbered.reshape(problem.k.shape[:-1])[:, :, None], problem.visible.shape)
-    same = numbered == np.take_along_axis(numbered, first, -1)
+    return numbered == np.take_along_axis(numbered, at, -1)
+
+
+def _are_equal(problem: Problem) -> np.ndarray:
+    """Rows whose visible keys are all the same vector with the same bias: their logits differ by no rounding."""
+    first = problem.visible.argmax(axis=-1)[..., None]
+    same = is_same_key(problem, first)
     if problem.bias is not None:
         same &= problem.bias == np.take_along_axis(problem.bias, first, -1)
     return (same | ~problem.visible).all(axis=-1)
 
 
-def _add_moments(fields, name, x, error, visible, equal, close):
+def _add_moments(fields, name, x, error, visible, equal, close, lost):
     """Mean and variance: errors of the numbers enter as they are spread, sums as far as the numbers lie apart."""
     count = visible.sum(axis=-1)
     n = np.where(count > 0, count, 1)
@@ -125,7 +132,7 @@ def _add_moments(fields, name, x, error, visible, equal, close):
     variance = np.where(equal, 0, (deviation**2).sum(axis=-1) / n)
     error = np.where(visible, error, 0)
     mean_square = (error**2).sum(axis=-1) / n
-    tolerance = 2 * np.sqrt(variance * mean_square) + mean_square + 4 * close * variance
+    tolerance = 2 * np.sqrt(variance * mean_square) + mean_square + 4 * close * variance + lost
     largest = np.abs(x).max(axis=-1, initial=0)
     # Equal numbers have no spread at all, however large they are and however wrong together.
     tolerance = np.where(equal, (Real(2.0**-60) * largest) ** 2, tolerance)
