@@ -82,18 +82,20 @@ def _run_tensors(case: Case) -> dict[str, np.ndarray]:
     backward = case.front == "tensor gradients" or (case.front == "drop-in" and case.statistics)
     leaves = {}
 
-    def leaf(name, array, always=False):
-        tensor = to_tensor(array)
-        if backward and tensor.is_floating_point() and (always or chance.random() < 0.7):
+    def leaf(name, array, layout="plain"):
+        tensor = to_tensor(array, layout)
+        if backward and tensor.is_floating_point() and chance.random() < 0.7:
             tensor = tensor.detach().requires_grad_()
             leaves[name] = tensor
         return tensor
 
-    q, k, v = leaf("query", case.q, True), leaf("key", case.k), leaf("value", case.v)
+    q = leaf("query", case.q, case.layouts.get("q"))
+    k = leaf("key", case.k, case.layouts.get("k"))
+    v = leaf("value", case.v, case.layouts.get("v"))
     options = _options(case)
     for name in ("mask", "sinks"):
         if options[name] is not None:
-            options[name] = leaf(name, options[name])
+            options[name] = leaf(name, options[name], case.layouts.get(name))
     if isinstance(case.scale, Learnable):
         options["scale"] = make_module(case)
         leaves |= {f"parameter {name}": x for name, x in options["scale"].named_parameters()} if backward else {}

@@ -144,7 +144,7 @@ def draw_case(seed: int, index: int, levels: tuple[str, ...]) -> Case:
         index,
         front,
         str(rng.choice(levels)),
-        int(rng.integers(1, 3)),
+        int(rng.choice([1, 2], p=(0.8, 0.2))),
         *_draw_vectors(rng, dtype, q_shape, k_shape, d_v, extremes),
         statistics=bool(rng.random() < 0.8),
         weights=bool(rng.random() < 0.4) and front != "drop-in",
@@ -281,6 +281,7 @@ def _draw_scale(rng, case, extremes):
         rows = case.q.shape[:-1]
         shape = tuple(1 if rng.random() < 0.4 else size for size in rows)
         shape = shape[int(rng.integers(0, len(shape) - 1)) :] if len(shape) > 2 else shape
+        shape = () if rng.random() < 0.15 else shape
         factors = np.array([_draw_number(rng, extremes) for _ in range(math.prod(shape))]).reshape(shape)
         return factors if "scale" in extremes or rng.random() < 0.5 else factors.astype(np.float32)
     return _draw_number(rng, extremes)
@@ -393,6 +394,8 @@ def _plant(rng, case):
         array = getattr(case, name)
         if not array.size or rng.random() < 0.3:
             continue
+        if name == "q" and isinstance(case.scale, Learnable) and case.scale.kind == "query":
+            continue  # the scale of such a query is no number either, and refused
         wrong = rng.choice([np.nan, np.inf, -np.inf], size=array.shape)
         part = where[..., None] & (rng.random(array.shape) < rng.choice([0.2, 1.0]))
         setattr(case, name, np.where(part, wrong.astype(array.dtype), array).astype(array.dtype))

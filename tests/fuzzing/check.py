@@ -193,9 +193,7 @@ def compare_with_variant(case: Case, results: dict[str, np.ndarray], variant: st
 def _copy(array):
     if array is None:
         return None
-    if array.dtype == bool:
-        return is_true(array)
-    return np.array(array, dtype=DTYPES[array.dtype.name], order="C")
+    return is_true(array) if array.dtype == bool else array.copy(order="C")
 
 
 def _bits(array: np.ndarray) -> np.ndarray:

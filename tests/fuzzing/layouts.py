@@ -6,13 +6,14 @@ import ml_dtypes
 import numpy as np
 import torch
 
-FOR_TENSORS = ("plain", "transposed", "sliced", "broadcast", "misaligned")
-FOR_ARRAYS = (*FOR_TENSORS, "negative", "read-only")
+_FOR_BOTH = ("plain", "transposed", "sliced", "broadcast", "misaligned")
+FOR_TENSORS = (*_FOR_BOTH, "conjugate")
+FOR_ARRAYS = (*_FOR_BOTH, "negative", "read-only")
 
 
 def lay_out(array, layout, rng):
     """An array of the same shape and dtype in another layout; only `broadcast` changes numbers (one axis repeats)."""
-    if layout == "plain" or not array.size:
+    if layout in ("plain", "conjugate") or not array.size:  # torch alone has the latter, see `to_tensor`
         return array
     axis = int(rng.integers(array.ndim))
     if layout == "transposed":
@@ -61,9 +62,15 @@ def is_true(mask):
     return mask.view(np.uint8) != 0
 
 
-def to_tensor(array):
-    """A tensor on the same memory, strides and all; bfloat16 crosses as its bits."""
+def to_tensor(array, layout="plain"):
+    """A tensor on the same memory, strides and all; bfloat16 crosses as its bits.
+
+    In the layout `conjugate` it is the imaginary part of a conjugate, whose sign is the other one in memory.
+    """
     array = np.asarray(array)
+    if layout == "conjugate" and array.dtype.name in ("float32", "float64"):
+        parts = torch.from_numpy(np.stack([array, -array], axis=-1))
+        return torch.view_as_complex(parts).conj().imag
     if not array.flags.writeable:
         # torch would warn; a repeated axis is kept.
         kept = tuple(

@@ -27,7 +27,7 @@ def _describe(problem: Problem, soft: Softmax) -> dict[str, Bounded]:
     top = np.take_along_axis(logits, at, -1)[..., 0]
     origin = np.where(blind, 0, top)[..., None]
     below = np.where(visible, logits - origin, -np.inf)
-    is_tail = visible & (np.arange(logits.shape[-1]) != at)
+    is_tail = visible & np.isfinite(logits) & (np.arange(logits.shape[-1]) != at)
     below = np.where(is_tail, below, -np.inf)
     apart = np.where(is_tail, error + np.take_along_axis(error, at, -1) + 2 * unit * np.minimum(-below, 1e4), 0)
     floor = 2 * problem.rounding.smallest_normal
