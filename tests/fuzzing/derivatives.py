@@ -129,6 +129,7 @@ def _differentiate(case: Case, problem: Problem, soft: Softmax) -> dict[str, Bou
             )
         )
         axes = (0, 2) if case.scale.per_head else (0, 1, 2)
+        error = np.where(np.isnan(error), np.inf, error)  # a row of which nothing is known, at position 0
         results[f"parameter {name}"] = Bounded(gradient.sum(axis=axes), error.sum(axis=axes))
     return results
 

@@ -69,8 +69,7 @@ def to_tensor(array, layout="plain"):
     """
     array = np.asarray(array)
     if layout == "conjugate" and array.dtype.name in ("float32", "float64"):
-        parts = torch.from_numpy(np.stack([array, -array], axis=-1))
-        return torch.view_as_complex(parts).conj().imag
+        return torch.complex(torch.from_numpy(array), torch.from_numpy(-array)).conj().imag
     if not array.flags.writeable:
         # torch would warn; a repeated axis is kept.
         kept = tuple(
