@@ -13,9 +13,9 @@ import pytest
 
 from conftest import RUNNING
 from fuzzing.calls import run
-from fuzzing.cases import draw_case
 from fuzzing.check import check, choose_rounding, compare_with_definition
 from fuzzing.definition import attend, pose, soften
+from fuzzing.draw import draw_case
 from fuzzing.hunt import hunt
 from oracle import attention_by_definition
 

@@ -12,7 +12,7 @@ import sqrtdk
 import sqrtdk.torch
 from sqrtdk import backends
 
-from .cases import Case, Learnable
+from .case import Case, Learnable
 from .layouts import to_array, to_tensor
 
 STATISTICS = tuple(item.name for item in fields(sqrtdk.AttentionStatistics))

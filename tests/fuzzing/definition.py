@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import ml_dtypes
 import numpy as np
 
-from .cases import DTYPES, Case, Learnable
+from .case import DTYPES, Case, Learnable
 
 Real = np.longdouble
 _FAR = Real(11000)  # e to this power is still within the range of an extended number
@@ -46,6 +46,11 @@ class Rounding:
     @property
     def smallest_normal(self) -> Real:
         return Real(float(ml_dtypes.finfo(DTYPES[self.working]).smallest_normal))
+
+    @property
+    def of_exp(self) -> Real:
+        # torch's softmax promises twenty of the last digits' units, and on a vector's tail uses another exp.
+        return Real(self.unit * (40 if self.holds_weights else 8))
 
     def of_sum(self, terms: int) -> Real:
         return Real(self.unit * (8 + 2 * math.sqrt(terms)))
@@ -304,7 +309,7 @@ def _weights_between(problem, logits, error, blind):
     below = np.where(visible, logits - top, -np.inf)
     e = np.exp(below)
     apart = np.where(visible, error + 2 * unit * np.minimum(np.abs(below), _FAR), 0)
-    slack = 8 * unit + rounding.of_sum(logits.shape[-1])
+    slack = rounding.of_exp + rounding.of_sum(logits.shape[-1])
     high = np.where(visible, np.exp(np.minimum(below + apart, _FAR)) * (1 + slack), 0)
     low = np.where(visible, np.exp(np.maximum(below - apart, -_FAR)) * (1 - slack), 0)
     low = np.where(low < 2 * rounding.smallest_normal, 0, low)
@@ -322,7 +327,7 @@ def _weights_between(problem, logits, error, blind):
     weights = share(e, (total + sink)[..., None] - e)
     most = share(high, (total_low + sink_low)[..., None] - low)
     least = share(low, (total_high + sink_high)[..., None] - high)
-    interval = np.maximum(most - weights, weights - least) + 4 * unit * weights
+    interval = np.maximum(most - weights, weights - least) + rounding.of_exp * weights
     if rounding.holds_weights:
         interval = interval + np.where(visible, rounding.smallest_normal, 0)
     own = share(sink, total)

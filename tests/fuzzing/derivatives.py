@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .cases import Case
+from .case import Case
 from .definition import Bounded, Problem, Real, Softmax, length_of, size_of_products
 
 _MOST = Real("1e4000")

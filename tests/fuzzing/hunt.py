@@ -61,8 +61,8 @@ def serve(seed: int, first: int, count: int) -> None:
     """The worker's side: every call is told before it is made, so that the last one told is the one that killed it."""
     from sqrtdk import backends
 
-    from .cases import draw_case
     from .check import check
+    from .draw import draw_case
 
     faulthandler.enable()
     warnings.simplefilter("error")
