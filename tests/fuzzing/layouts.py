@@ -13,6 +13,8 @@ FOR_ARRAYS = (*_FOR_BOTH, "negative", "read-only")
 
 def lay_out(array, layout, rng):
     """An array of the same shape and dtype in another layout; only `broadcast` changes numbers (one axis repeats)."""
+    if layout == "byte order":  # bfloat16 and booleans have no other one
+        return array.astype(array.dtype.newbyteorder(">")) if array.dtype.kind == "f" else array
     if layout in ("plain", "conjugate") or not array.size:  # torch alone has the latter, see `to_tensor`
         return array
     axis = int(rng.integers(array.ndim))
@@ -42,13 +44,10 @@ def lay_out(array, layout, rng):
         return view
     if layout == "negative":
         return np.flip(np.ascontiguousarray(np.flip(array, axis)), axis)
-    if layout == "read-only":
-        array = array.copy()
-        array.flags.writeable = False
-        return array
-    assert layout == "byte order"
-    # bfloat16 and booleans have no other order.
-    return array.astype(array.dtype.newbyteorder(">")) if array.dtype.kind == "f" else array
+    assert layout == "read-only"
+    array = array.copy()
+    array.flags.writeable = False
+    return array
 
 
 def with_odd_bytes(mask, rng):
