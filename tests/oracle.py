@@ -172,3 +172,27 @@ def same(one, other):
     # Which rows and where they stand is said of them, not computed.
     for name in set(one.statistics.__dataclass_fields__) - {"sample", "first_position"}:
         np.testing.assert_array_equal(getattr(one.statistics, name), getattr(other.statistics, name), err_msg=name)
+
+
+FEATURES = {
+    "softcap": {"softcap": 1.5},
+    "sinks": {"sinks": np.array([-3.0, 0.0, 2.0, 30.0])},
+    "scale 0": {"scale": 0.0},
+    "negative scale": {"scale": -0.7},
+    "integer scale": {"scale": 2},
+    "zero-dimensional scale": {"scale": np.float32(0.75)},
+    "scale per head": {"scale": np.array([0.1, 0.5, 2.0, -1.0])[:, None]},
+    "scale per row": {"scale": np.linspace(-1, 3, 20).reshape(4, 5)},
+    "scale per batch, head and row": {"scale": np.linspace(-1, 3, 40).reshape(2, 4, 5)},
+    "scale per batch": {"scale": np.array([0.3, 1.7])[:, None, None]},
+    "all": {
+        "scale": np.linspace(0.2, 2, 20).reshape(4, 5),
+        "softcap": 3.0,
+        "sinks": np.array([0.5, -0.5, 1.0, 0.0]),
+        "mask": np.where(np.random.default_rng(0).random((4, 5, 6)) < 0.8, 0.5, -np.inf),
+        "causal": True,
+        "causal_offset": 1,
+        "window": (3, None),
+    },
+}
+"""Keyword arguments for queries `[2, 4, 5, 3]` and keys `[2, 2, 6, 3]`, one feature after the other."""

@@ -7,10 +7,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import sqrtdk.call
-from oracle import DTYPES, ROW_FIELDS, attention_by_definition, draw, same
+from oracle import DTYPES, FEATURES, ROW_FIELDS, attention_by_definition, draw, same
 from sqrtdk import attention, backends
-from sqrtdk.arguments import validate
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -138,53 +136,9 @@ def test_ranges_beyond_any_sequence_are_open():
     assert not nothing.statistics.visible_keys.any()
 
 
-FEATURES = {
-    "softcap": {"softcap": 1.5},
-    "sinks": {"sinks": np.array([-3.0, 0.0, 2.0, 30.0])},
-    "scale 0": {"scale": 0.0},
-    "negative scale": {"scale": -0.7},
-    "integer scale": {"scale": 2},
-    "zero-dimensional scale": {"scale": np.float32(0.75)},
-    "scale per head": {"scale": np.array([0.1, 0.5, 2.0, -1.0])[:, None]},
-    "scale per row": {"scale": np.linspace(-1, 3, 20).reshape(4, 5)},
-    "scale per batch, head and row": {"scale": np.linspace(-1, 3, 40).reshape(2, 4, 5)},
-    "scale per batch": {"scale": np.array([0.3, 1.7])[:, None, None]},
-    "all": {
-        "scale": np.linspace(0.2, 2, 20).reshape(4, 5),
-        "softcap": 3.0,
-        "sinks": np.array([0.5, -0.5, 1.0, 0.0]),
-        "mask": np.where(np.random.default_rng(0).random((4, 5, 6)) < 0.8, 0.5, -np.inf),
-        "causal": True,
-        "causal_offset": 1,
-        "window": (3, None),
-    },
-}
-
-
-@pytest.mark.parametrize("block", [1, 7, 40, 2**18])
 @pytest.mark.parametrize("feature", FEATURES)
-def test_features_in_tiles_of_any_size(feature, block, monkeypatch):
-    monkeypatch.setattr(sqrtdk.call, "BLOCK_ELEMENTS", block)
+def test_features(feature):
     assert_as_defined(*draw(10, (2, 4, 5, 3), (2, 2, 6, 3), 2), **FEATURES[feature])
-
-
-@pytest.mark.parametrize("block", [1, 6, 13, 30, 61, 130, 200])
-def test_tiles_really_split_and_cover_every_row_once(block, monkeypatch):
-    monkeypatch.setattr(sqrtdk.call, "BLOCK_ELEMENTS", block)
-    q, k, v = draw(11, (3, 4, 5, 3), (3, 2, 6, 3), 2)
-    mask = np.random.default_rng(11).random((3, 1, 5, 6)) < 0.6
-    call = validate(q, k, v, None, mask, False, None, None, None, None)
-    tiles = list(call.tiles())
-    seen = np.zeros(call.rows_shape, int)
-    for tile in tiles:
-        seen[tile] += 1
-    assert (seen == 1).all()
-    assert len(tiles) >= 360 // max(block, 12)
-    for policy in ("log_n", "cosine", "qk_norm", "llama4"):
-        split = attention(q, k, v, mask=mask, scale=policy)
-        with monkeypatch.context() as whole:
-            whole.setattr(sqrtdk.call, "BLOCK_ELEMENTS", 2**18)
-            np.testing.assert_allclose(split.output, attention(q, k, v, mask=mask, scale=policy).output, rtol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -103,7 +103,7 @@ def test_results_without_rows_or_statistics_are_shown_too():
     assert repr(nothing.statistics).splitlines()[2].split() == ["entropy_ratio", "-", "-", "-", "0"]
     assert Reader(nothing._repr_html_()).texts
     plain = attention(q, k, v, statistics=False)
-    assert repr(plain) == "Attention: output float32 [2, 40, 64, 8], no statistics, no weights"
+    assert repr(plain) == "Attention: output float32 [2, 40, 64, 8], no statistics, no weights, by kernel"
     assert Reader(plain._repr_html_()).texts == [repr(plain)]
     assert "1 head," in repr(HeadSummary.of(attention(*np.zeros((3, 2, 4))).statistics))
 

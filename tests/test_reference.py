@@ -9,7 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sqrtdk import SqrtdkError, scaled_dot_product_attention, softmax
+from oracle import FEATURES, draw
+from sqrtdk import (
+    SqrtdkError,
+    attention,
+    attention_gradients,
+    backends,
+    scaled_dot_product_attention,
+    softmax,
+)
+from sqrtdk.arguments import validate
+from sqrtdk.engines import reference
 from sqrtdk.engines.reference import Rows, attend, differentiate
 
 
@@ -183,3 +193,36 @@ def test_rows_without_a_batch_attend_and_differentiate():
     grad = np.array([[1.0, 0.0], [0.0, 0.0]])
     np.testing.assert_allclose(differentiate(rows, grad).value[:, 0], expected, rtol=1e-13)
     assert not differentiate(rows, grad).value[:, 1].any()
+
+
+class TestTiles:
+    """Only the reference cuts its rows into tiles of this kind: the kernel has loops of its own."""
+
+    @pytest.mark.parametrize("block", [1, 7, 40])
+    @pytest.mark.parametrize("feature", FEATURES)
+    def test_tiles_of_any_size_give_the_same(self, feature, block, monkeypatch):
+        q, k, v = draw(10, (2, 4, 5, 3), (2, 2, 6, 3), 2)
+        with backends.use("reference"):
+            whole = attention(q, k, v, weights=True, **FEATURES[feature])
+            slopes = attention_gradients(q, k, v, whole.output, **FEATURES[feature])
+            monkeypatch.setattr(reference, "BLOCK_ELEMENTS", block)
+            split = attention(q, k, v, weights=True, **FEATURES[feature])
+            np.testing.assert_allclose(split.output, whole.output, rtol=1e-12, atol=1e-15)
+            np.testing.assert_allclose(split.weights, whole.weights, rtol=1e-12, atol=1e-15)
+            np.testing.assert_allclose(split.statistics.entropy, whole.statistics.entropy, rtol=1e-12)
+            again = attention_gradients(q, k, v, whole.output, **FEATURES[feature])
+            for one, other in zip(again, slopes, strict=True):
+                if one is not None:
+                    np.testing.assert_allclose(one, other, rtol=1e-11, atol=1e-13)
+
+    @pytest.mark.parametrize("block", [1, 6, 13, 30, 61, 130, 200])
+    def test_tiles_really_split_and_cover_every_row_once(self, block, monkeypatch):
+        monkeypatch.setattr(reference, "BLOCK_ELEMENTS", block)
+        q, k, v = draw(11, (3, 4, 5, 3), (3, 2, 6, 3), 2)
+        tiles = reference.Tiles(validate(q, k, v, None, None, False, None, None, None, None))
+        seen = np.zeros(tiles.shape, int)
+        cut = list(tiles)
+        for tile in cut:
+            seen[tile] += 1
+        assert (seen == 1).all()
+        assert len(cut) >= 360 // max(block, 12)

@@ -114,8 +114,9 @@ class TestTiesAndNaN:
         statistics = attention(given, k, v, causal=True, dropout=1e-9).statistics
         with backends.use("reference"):
             expected = sqrtdk.attention(*(np.asarray(x.detach()) for x in (q, k, v)), causal=True).statistics
-        for name in ("max_key", "score_max", "max_logit"):
-            np.testing.assert_array_equal(getattr(statistics, name), getattr(expected, name), err_msg=name)
+        np.testing.assert_array_equal(statistics.max_key, expected.max_key)
+        for name in ("score_max", "max_logit"):
+            np.testing.assert_allclose(getattr(statistics, name), getattr(expected, name), rtol=1e-5, err_msg=name)
 
 
 def test_gradients_at_scale_zero_stay_finite_where_sums_overflow_float32():

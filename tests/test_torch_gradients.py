@@ -8,7 +8,8 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 from sqrtdk import backends, scales
-from sqrtdk.torch import attention, tiles
+from sqrtdk.torch import attention, engines, tiles
+from sqrtdk.torch.engines import blocks
 from sqrtdk.torch.scales import LearnableScale
 from torch_cases import (
     ON_THE_BEST_AND_THE_REFERENCE,
@@ -79,6 +80,8 @@ def test_gradients_are_slopes(name):
 @pytest.mark.parametrize("block", [1, 17])
 @pytest.mark.parametrize("name", CALLS)
 def test_gradients_do_not_depend_on_the_blocks(name, block, monkeypatch):
+    for candidates in ("_WITH_KERNEL", "_WITH_REFERENCE"):
+        monkeypatch.setattr(engines, candidates, (blocks.BLOCKS,))
     function, inputs = as_function(CALLS[name], "both")
     found = []
     for size in (tiles.BLOCK_ELEMENTS, block):
@@ -210,6 +213,8 @@ def test_every_gradient_has_the_dtype_of_its_input(dtype, name):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_sums_over_many_blocks_are_rounded_once(dtype, monkeypatch):
+    for candidates in ("_WITH_KERNEL", "_WITH_REFERENCE"):
+        monkeypatch.setattr(engines, candidates, (blocks.BLOCKS,))
     monkeypatch.setattr(tiles, "BLOCK_ELEMENTS", 1)
     tensors = draw(9, (1, 4, 40, 8), (1, 2, 6, 8), 5, dtype, sharpness=1.0)
     leaves, exact = require_grad(*tensors), require_grad(*(x.double() for x in tensors))

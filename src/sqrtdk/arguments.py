@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, cast
@@ -12,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sqrtdk.call import ALIGNED, OPEN, OPEN_ABOVE, OPEN_BELOW, Band, Call, count_visible
-from sqrtdk.errors import InvalidTypeError, InvalidValueError, SqrtdkWarning
+from sqrtdk.errors import InvalidTypeError, InvalidValueError, warn
 from sqrtdk.scales import Factor, Policy, ScaleContext, Sqrt, Temperature, resolve
 
 Array = npt.NDArray[Any]
@@ -296,11 +295,9 @@ def warn_of_truth_values(mask: Any) -> None:
         some_zero, some_one = some_zero or bool(is_zero.any()), some_one or bool(is_one.any())
         start, length = start + length, min(4 * length, 2**20)
     if some_zero and some_one:
-        warnings.warn(
+        warn(
             f"mask is {mask.dtype} and holds only zeros and ones: it is added to the logits, so a 0 hides nothing. "
             "If 1 was to mean 'may attend', give a boolean mask (mask != 0); if it was to be added, ignore this",
-            SqrtdkWarning,
-            stacklevel=4,
         )
 
 

@@ -11,7 +11,6 @@ import builtins
 import math
 import os
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, NamedTuple
 
-from sqrtdk.errors import InvalidTypeError, InvalidValueError, SqrtdkWarning, unknown_name
+from sqrtdk.errors import InvalidTypeError, InvalidValueError, unknown_name, warn
 
 __all__ = ["REFERENCE", "Backend", "current", "inspect", "list", "threads", "use", "use_threads"]
 
@@ -188,11 +187,9 @@ def warn_without_kernel() -> None:
     _warned = True
     reason = _load_kernel()[1]
     if reason is not None:
-        warnings.warn(
+        warn(
             f"sqrtdk runs without its kernel ({reason}): attention is computed in NumPy, right but slow. "
-            "SQRTDK_BACKEND=reference silences this; `sqrtdk info` tells more.",
-            SqrtdkWarning,
-            stacklevel=3,
+            "SQRTDK_BACKEND=reference silences this; `sqrtdk info` tells more."
         )
 
 

@@ -1,6 +1,16 @@
 """The errors sqrtdk raises: every one names the argument, what was expected, what came and what to do."""
 
-__all__ = ["InvalidTypeError", "InvalidValueError", "MissingExtraError", "SqrtdkError", "SqrtdkWarning"]
+import sys
+import warnings
+
+__all__ = [
+    "FallbackWarning",
+    "InvalidTypeError",
+    "InvalidValueError",
+    "MissingExtraError",
+    "SqrtdkError",
+    "SqrtdkWarning",
+]
 
 
 class SqrtdkError(Exception):
@@ -29,6 +39,14 @@ class SqrtdkWarning(UserWarning):
 
 class FallbackWarning(SqrtdkWarning):
     """Another engine computes a call than the one that was asked for; the message gives the reason."""
+
+
+def warn(message: str, category: type[SqrtdkWarning] = SqrtdkWarning) -> None:
+    """Warn at the line that called sqrtdk, whatever lies between."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "sqrtdk":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level - 1)
 
 
 def missing_extra(package: str, extra: str) -> MissingExtraError:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Protocol
 
 from sqrtdk.backends import Plan
 from sqrtdk.call import Backward, Call, Forward, Slopes, Wanted
-from sqrtdk.errors import FallbackWarning, InvalidValueError
+from sqrtdk.errors import FallbackWarning, InvalidValueError, warn
 
 
 class Engine(Protocol):
@@ -41,11 +40,10 @@ def choose(candidates: Sequence[Engine], call: Call, wanted: Wanted | Slopes, pl
         other = engine.takes(call, wanted, plan)
         if other is None:
             if plan.is_forced:
-                warnings.warn(
+                warn(
                     f"backend {plan.level!r} was asked for but does not compute this call ({reason}); "
                     f"the engine {engine.name!r} does",
                     FallbackWarning,
-                    stacklevel=4,
                 )
             return engine
         reasons.append(f"{engine.name}: {other}")

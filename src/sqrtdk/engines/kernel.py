@@ -68,7 +68,7 @@ class Kernel:
         if not plan.forward(plan.level, plan.threads, *problem, output, numbers, counts, 0, weights, saved):
             return self.forward(_copy_misaligned(call), wanted, plan)
         if output.dtype is not dtype:
-            output, weights = output.view(dtype), None if weights is None else weights.view(dtype)
+            output, weights = _as_given(output, dtype), None if weights is None else _as_given(weights, dtype)
         return Forward(output, numbers, counts, weights, saved)
 
     def backward(self, call: Call, slopes: Slopes, done: Forward, plan: Plan) -> Backward:
@@ -100,8 +100,7 @@ class Kernel:
         ):
             slopes = slopes._replace(output=_align(slopes.output))
             return self.backward(_copy_misaligned(call), slopes, done, plan)
-        dtype = query.dtype
-        to_query, to_key, to_value = (x if working is dtype else x.view(dtype) for x in (to_query, to_key, to_value))
+        to_query, to_key, to_value = (_as_given(x, query.dtype) for x in (to_query, to_key, to_value))
         return Backward(to_query, to_key, to_value, to_scale, to_sinks)
 
 
@@ -136,6 +135,11 @@ def _as_kernel_reads(array: Array) -> Array:
     if array.dtype.name == "bfloat16":
         return array.view(np.uint16)
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def _as_given(array: Array, dtype: np.dtype[Any]) -> Array:
+    """What the kernel wrote, in the dtype of the call: its bits as bfloat16, or the other byte order."""
+    return array.view(dtype) if array.dtype == np.uint16 else array.astype(dtype, copy=False)
 
 
 def _copy_misaligned(call: Call) -> Call:
