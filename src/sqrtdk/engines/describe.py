@@ -36,7 +36,7 @@ def describe(logits: Any, scores: Any, visible: Any, sink: Any) -> list[Any]:
     logsumexp = xp.where(some, top + xp.log1p(rest), -xp.inf)
     # Rounding may lift a uniform row an ulp above the largest entropy there is.
     entropy = xp.log1p(rest) + xp.where(tail > 0, tail * below, 0.0).sum(-1) / total
-    entropy = xp.minimum(entropy, xp.log(xp.asarray(count.clip(1, None), dtype=logits.dtype)))
+    entropy = xp.minimum(entropy, xp.log(xp.ones_like(rest) * count.clip(1, None)))
     poison = xp.where(some, top * 0.0, 0.0)  # NaN where a visible logit is NaN or the largest is infinite
     nothing = xp.zeros_like(rest)
     return [

@@ -70,7 +70,7 @@ def _apply_policy(
     """By its factor, which computes on the query's device or, if it cannot, in NumPy."""
 
     def on_host(tensor: Tensor) -> Any:
-        return tensor if policy.takes_tensors else tensor.cpu().numpy()
+        return tensor if policy.takes_tensors or tensor.is_meta else tensor.cpu().numpy()
 
     context = ScaleContext(q.shape[-1], on_host(make_positions()), lambda: on_host(count()))
     factor: Any = policy.factor(context)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -126,7 +127,7 @@ def _find_wide_rows(call: Call, block: Block, soft: Softmax, every_score: bool) 
         if _is_extreme(call.factor):
             return ~rows
     else:
-        sizes = torch.as_tensor(block.scale).abs()
+        sizes = cast(Tensor, block.scale).abs()
         rows = rows | (sizes > _LARGE) | ((sizes < _SMALL) & (sizes != 0.0))
     if every_score or not math.isfinite(soft.weights.sum()):
         # Products of finite numbers may be infinite: every visible score must be finite, or those that decide.
