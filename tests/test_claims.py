@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import sqrtdk
-from sqrtdk import theory
+from sqrtdk import exercises, theory
 from sqrtdk.claims import Effort, check_claims, list_claims, scaling
 from sqrtdk.claims.claim import SOURCES, agree, covers, estimate_variance, row
 from sqrtdk.claims.models import PUBLISHED, measure_scale, survey
@@ -100,6 +100,41 @@ def test_gradients_are_larger_but_uneven_without_scaling(found):
     wide = [numbers[f"64,1024,{name}"]["grad_q_mean"] for name in ("none", "sqrt", "inverse")]
     np.testing.assert_allclose(wide, [13.7, 0.40, 0.031], rtol=0.15)
     assert numbers["512,16,none"]["grad_q_p5"] < 1e-7 < 1 < numbers["512,16,sqrt"]["grad_q_p5"]
+
+
+def test_claims_and_exercises_speak_of_one_measurement(found):
+    explained = {(row["scale"], row["quantity"]): row for row in exercises.explain(d_k=64, n=1024).tables["explain"]}
+    numbers = {name: found[name]["numbers"] for name in ("soft.onehot", "soft.uniform", "soft.small", "grad.vanish")}
+    assert numbers["soft.onehot"]["sum_p2"]["64,1024"] == explained["none", "sum_p2"]["measured"]
+    assert numbers["soft.uniform"]["entropy_ratio"][64] == explained["inverse", "entropy_ratio"]["measured"]
+    lost = explained["sqrt", "entropy_ratio"]["measured"] - explained["none", "entropy_ratio"]["measured"]
+    assert numbers["soft.small"]["entropy_ratio_lost"]["64,1024"] == lost
+    gradient = numbers["grad.vanish"]["64,1024,none"]["grad_q_mean"]
+    assert gradient == pytest.approx(explained["none", "grad_q"]["measured"], rel=1e-12)
+    for row in exercises.variance().tables["variance"]:
+        if row["scale"] == "none":
+            assert found["var.dot"]["numbers"]["sampled"][row["d_k"]] == pytest.approx(row["measured"] ** 2, rel=1e-4)
+
+
+def test_verdicts_are_counted_in_words():
+    def first(*ids):
+        return check_claims(list(ids)).reading[0]
+
+    assert first("soft.5", "soft.peak") == "Of 2 claims 1 holds and 1 is wrong."
+    assert first("soft.5") == "Of 1 claim 1 holds."
+    assert first("soft.peak", "soft.five8", "soft.5", "soft.50") == "Of 4 claims 2 hold and 2 are wrong."
+    assert first("soft.uniform", "soft.5").startswith("Of 2 claims 1 holds and 1 depends on conditions")
+
+
+def test_the_texts_are_named_by_their_titles():
+    last = check_claims(["soft.5"]).reading[-1]
+    for title in (
+        "S0 “Math behind √dₖ Scaling Factor in Attention”",
+        "S1 “Stabilizing Attention Scores in Transformers”",
+        "S2 “Why scale the Scaled Dot-Product Attention?”",
+        "S3 “Section 5.3: Scaled Attention: Why √d Matters”",
+    ):
+        assert title in last
 
 
 def test_a_wrong_default_scale_is_noticed(monkeypatch):

@@ -212,7 +212,7 @@ def explain(
     plot: Plot = None,
 ) -> None:
     """What no scaling, 1/√dₖ and 1/dₖ do at this size: predicted beside measured."""
-    _present(exercises.explain(d_k=d_k, n=n, seed=seed), {"explain": None}, json, plot)
+    _present(exercises.explain(d_k=d_k, n=n, seed=seed), {"side_by_side": None}, json, plot)
 
 
 @app.command(epilog="Example: sqrtdk info --json")

@@ -42,6 +42,15 @@ def versions() -> dict[str, str]:
     return found
 
 
+def counted(count: int, noun: str) -> str:
+    """A count with its noun.
+
+    >>> counted(1, "seed"), counted(0, "seed")
+    ('1 seed', '0 seeds')
+    """
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def cpu_name() -> str:
     """The processor's own name where the system tells it, else its architecture."""
     cpuinfo = Path("/proc/cpuinfo")

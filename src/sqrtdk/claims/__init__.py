@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 
 # Importing a module enters its claims; the order is the order of the texts.
@@ -12,7 +12,7 @@ from sqrtdk.claims.claim import CLAIMS, SOURCES, Claim, Effort, Finding
 from sqrtdk.claims.learning import run_learning_ablation, run_trained_swap
 from sqrtdk.claims.scaling import run_temperature_ablation
 from sqrtdk.errors import InvalidValueError, MissingExtraError, missing_extra, unknown_name
-from sqrtdk.records import Record
+from sqrtdk.records import Record, counted
 
 __all__ = [
     "Claim",
@@ -20,6 +20,7 @@ __all__ = [
     "Finding",
     "check_claims",
     "list_claims",
+    "name_sources",
     "run_learning_ablation",
     "run_temperature_ablation",
     "run_trained_swap",
@@ -74,14 +75,33 @@ def check_claims(
     wrong = ", ".join(row["id"] for row in rows if row["verdict"] == "wrong")
     depends = ", ".join(row["id"] for row in rows if row["verdict"] == "depends")
     reading = [
-        f"Of {len(rows)} claims {counts['holds']} hold, {counts['wrong']} are wrong and {counts['depends']} depend on "
-        "conditions that the texts leave out.",
+        _count_verdicts(counts),
         *([f"Wrong: {wrong}."] if wrong else []),
         *([f"Depends: {depends}."] if depends else []),
-        f"The texts: {', '.join(f'{name} {words}' for name, words in SOURCES.items())}.",
+        name_sources(),
     ]
     spec = {"ids": [claim.id for claim in chosen], "seed": effort.seed, "seeds": effort.seeds, "steps": effort.steps}
     return Record(kind="claims", spec=spec, tables={"claims": rows}, reading=reading)
+
+
+def name_sources() -> str:
+    """The four texts by title.
+
+    >>> name_sources()[:15]
+    'The texts: S0 “'
+    """
+    return f"The texts: {'; '.join(f'{name} {title}' for name, title in SOURCES.items())}."
+
+
+def _count_verdicts(counts: Mapping[str, int]) -> str:
+    words = {
+        "holds": ("holds", "hold"),
+        "wrong": ("is wrong", "are wrong"),
+        "depends": ("depends on conditions that the texts leave out", "depend on conditions that the texts leave out"),
+    }
+    parts = [f"{count} {words[verdict][count != 1]}" for verdict, count in counts.items() if count]
+    listed = ", ".join(parts[:-1]) + (" and " if len(parts) > 1 else "") + parts[-1]
+    return f"Of {counted(sum(counts.values()), 'claim')} {listed}."
 
 
 def _choose(ids: Sequence[str] | None, training: bool) -> list[Claim]:

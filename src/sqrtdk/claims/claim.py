@@ -67,12 +67,12 @@ class Claim:
 CLAIMS: list[Claim] = []
 
 SOURCES = {
-    "S0": "a step-by-step blog post",
-    "S1": "a short note on √dₖ against dₖ",
-    "S2": "a note on the softmax Jacobian",
-    "S3": "a textbook section with code and exercises",
+    "S0": "“Math behind √dₖ Scaling Factor in Attention” (Amit Shekhar, Outcome School blog)",
+    "S1": "“Stabilizing Attention Scores in Transformers” (a note on √dₖ against dₖ)",
+    "S2": "“Why scale the Scaled Dot-Product Attention?” (pranay, 2025-03-11, a note on the softmax Jacobian)",
+    "S3": "“Section 5.3: Scaled Attention: Why √d Matters” (a textbook section with code and exercises)",
 }
-"""The four texts; the source of a claim names one, several or all of them."""
+"""The four texts by title; the source of a claim names one, several or all of them."""
 
 
 def claim(

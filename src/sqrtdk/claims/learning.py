@@ -9,7 +9,7 @@ from sqrtdk.claims.claim import Effort, Finding, Verdict, claim
 from sqrtdk.errors import SqrtdkError
 from sqrtdk.lab import AblationSpec, RunSpec, ablate, swap_scale
 from sqrtdk.lab.outcomes import or_infinite
-from sqrtdk.records import Record
+from sqrtdk.records import Record, counted
 
 LEARNING_RATES = (3e-4, 1e-3, 3e-3)
 
@@ -74,7 +74,7 @@ def _trained(effort: Effort) -> Finding:
         + f", and after training on in {continued['solved_fraction']:.0%}."
     )
     return Finding(
-        f"recall, held-out loss (median of {trained['n']} seeds): trained with √dₖ {_loss(trained['loss_median'])}, "
+        f"recall, held-out loss (median of {counted(trained['n'], 'seed')}): trained with √dₖ {_loss(trained['loss_median'])}, "
         f"scale then removed {_loss(swapped['loss_median'])}, trained on without {_loss(continued['loss_median'])}; "
         f"without from the start {_loss(scratch['loss_median'])} (chance {RunSpec().make_task().chance_loss:.2g})",
         verdict,
@@ -109,7 +109,8 @@ def _learning(effort: Effort) -> Finding:
     )
     return Finding(
         f"recall at dₖ {sqrt['d_k']}, each at its own best of {len(LEARNING_RATES)} learning rates, median loss of "
-        f"{sqrt['n']} seeds: {listed}; none above √dₖ in {paired['higher']} of {paired['n']} pairs "
+        f"{counted(sqrt['n'], 'seed')}: {listed}; none above √dₖ in {paired['higher']} of "
+        f"{counted(paired['n'], 'pair')} "
         f"(Wilcoxon p = {paired['wilcoxon_p']:.2g})",
         ("depends" if control_learns or not learned else "holds") if fails or not learned else "wrong",
         _explain_learning(fails, control_learns) if learned else UNDECIDED.format(steps=effort.steps),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from sqrtdk import attention, scaled_dot_product_attention, softmax, theory
 from sqrtdk.claims.claim import Effort, Finding, agree, claim, row
+from sqrtdk.exercises.sampling import choose_effort, sample_policies
 
 Array = npt.NDArray[np.float64]
 
@@ -129,24 +131,25 @@ def _five8(effort: Effort) -> Finding:
     )
 
 
-def _measure(d_k: int, n: int, scale: float, seed: int) -> dict[str, float]:
-    """Averages over 1024 rows of Gaussian q and k: 8 draws of the keys, 128 queries each."""
-    rng = np.random.default_rng([seed, d_k, n])
-    q, k = rng.standard_normal((8, 1, 128, d_k)), rng.standard_normal((8, 1, n, d_k))
-    statistics = attention(q, k, k[..., :1], scale=scale).statistics
-    assert statistics is not None
-    return {name: float(getattr(statistics, name).mean()) for name in ("entropy_ratio", "sum_p2")}
+def _mean(quantity: str, d_k: int, n: int, policy: str, effort: Effort) -> float:
+    """A mean over the rows that `sqrtdk explain` and `sqrtdk gradients` measure at this size."""
+    sampled = sample_policies(d_k=d_k, n=n, **choose_effort(n)._asdict(), seed=effort.seed)
+    return sampled[policy].mean(quantity).value
+
+
+def _count_rows(ns: Sequence[int]) -> str:
+    return " and ".join(str(math.prod(choose_effort(n))) for n in ns)
 
 
 @claim("soft.onehot", "all", "without scaling, large dₖ makes the weights nearly one-hot")
 def _onehot(effort: Effort) -> Finding:
-    table = {(d, n): _measure(d, n, 1.0, effort.seed)["sum_p2"] for n in (16, 1024) for d in (4, 64, 512)}
+    table = {(d, n): _mean("sum_p2", d, n, "none", effort) for n in (16, 1024) for d in (4, 64, 512)}
     crossover = {n: theory.unscaled_crossover(n) for n in (16, 1024)}
     grows = all(table[4, n] < table[64, n] < table[512, n] for n in (16, 1024))
     varies = table[64, 16] - table[64, 1024] > 0.02
     listed = ", ".join(f"dₖ {d}, n {n}: {value:.3f}" for (d, n), value in table.items())
     return Finding(
-        f"E Σp²: {listed} (1024 rows each, seed {effort.seed})",
+        f"E Σp²: {listed} ({_count_rows((16, 1024))} rows, seed {effort.seed})",
         "depends" if grows and varies else ("holds" if grows else "wrong"),
         "It depends on n as well: condensation begins at dₖ = 2 ln n and Σp² ≥ ½ from about 8 ln n, that is "
         + " and ".join(f"dₖ {c.begins:.0f} and {c.nearly_one_hot:.0f} for n = {n}" for n, c in crossover.items())
@@ -158,8 +161,8 @@ def _onehot(effort: Effort) -> Finding:
 @claim("soft.uniform", "S1", "dividing by dₖ makes the weights nearly uniform, 1/n each, and attention cannot focus")
 def _uniform(effort: Effort) -> Finding:
     n = 1024
-    at = {d: _measure(d, n, 1.0 / d, effort.seed) for d in (4, 64, 512)}
-    uniform = at[64]["entropy_ratio"] > 0.99 and at[512]["entropy_ratio"] > 0.99
+    at = {d: _mean("entropy_ratio", d, n, "inverse", effort) for d in (4, 64, 512)}
+    uniform = at[64] > 0.99 and at[512] > 0.99
     rng = np.random.default_rng(effort.seed)
     q, k = rng.standard_normal((2, 64, 64))
     _, default = scaled_dot_product_attention(q, k, k)
@@ -167,12 +170,12 @@ def _uniform(effort: Effort) -> Finding:
     apart = float(np.abs(default - grown).max())
     return Finding(
         f"entropy ratio at n = {n}: "
-        + ", ".join(f"dₖ {d}: {m['entropy_ratio']:.4f}" for d, m in at.items())
+        + ", ".join(f"dₖ {d}: {ratio:.4f}" for d, ratio in at.items())
         + f"; with q grown √dₖ times the weights are those of 1/√dₖ (difference {apart:.0e})",
         ("depends" if apart < 1e-12 else "holds") if uniform else "wrong",
         f"{'Nearly' if uniform else 'Not nearly'} uniform at initialisation; but what it can express is the same, q "
         "only has to grow √dₖ times, so whether it fails to focus is a matter of learning.",
-        {"entropy_ratio": {d: m["entropy_ratio"] for d, m in at.items()}, "difference_after_growth": apart},
+        {"entropy_ratio": at, "difference_after_growth": apart},
     )
 
 
@@ -231,13 +234,14 @@ def _small(effort: Effort) -> Finding:
     loss = {}
     for n in (16, 1024):
         for d in (1, 4, 64, 512):
-            none = theory.expected_softmax(math.sqrt(d), n).entropy_ratio
-            loss[d, n] = theory.expected_softmax(1.0, n).entropy_ratio - none
+            sqrt, none = (_mean("entropy_ratio", d, n, policy, effort) for policy in ("sqrt", "none"))
+            loss[d, n] = sqrt - none
     crossover = {n: theory.unscaled_crossover(n) for n in (16, 1024)}
     fits = all(loss[1, n] < 1e-9 and loss[4, n] < 0.5 * loss[512, n] and loss[512, n] > 0.5 for n in (16, 1024))
     listed = ", ".join(f"dₖ {d}, n {n}: {value:.2f}" for (d, n), value in loss.items())
     return Finding(
-        f"entropy ratio lost without scaling: {listed}; crossover dₖ = "
+        f"entropy ratio lost without scaling: {listed} ({_count_rows((16, 1024))} rows, seed {effort.seed}); "
+        "crossover dₖ = "
         + ", ".join(f"{c.begins:.1f} to {c.nearly_one_hot:.0f} (n {n})" for n, c in crossover.items()),
         "holds" if fits else "wrong",
         "The crossover is a number: unscaled rows begin to condense at dₖ = 2 ln n and are nearly one-hot at 8 ln n.",

@@ -16,7 +16,7 @@ from sqrtdk.claims.models import survey
 from sqrtdk.errors import SqrtdkError
 from sqrtdk.lab import AblationSpec, ablate
 from sqrtdk.lab.ablation import show_loss
-from sqrtdk.records import Record
+from sqrtdk.records import Record, counted
 
 Array = npt.NDArray[np.float64]
 
@@ -98,7 +98,7 @@ class _Trained:
         solved = f"the task is solved {'as often as' if self.as_well else 'less often than'} with √dₖ"
         apart = self.paired["median_difference"]
         if apart is None or self.paired["wilcoxon_p"] > 0.05:
-            return f"{solved}, and {self.paired['n']} seeds do not tell the losses apart"
+            return f"{solved}, and {counted(self.paired['n'], 'seed')} {'does' if self.paired['n'] == 1 else 'do'} not tell the losses apart"
         return f"{solved}, at a loss that is {show_loss(abs(apart))} {'higher' if apart > 0 else 'lower'}"
 
     @property
@@ -106,9 +106,9 @@ class _Trained:
         """Losses, how often the task was solved, and the pairs."""
         row, beside, paired = self.row, self.beside, self.paired
         return (
-            f"recall, {row['n']} seeds: median loss {show_loss(row['final_loss_median'])} "
+            f"recall, {counted(row['n'], 'seed')}: median loss {show_loss(row['final_loss_median'])} "
             f"({row['solved_fraction']:.0%} solved), with √dₖ {show_loss(beside['final_loss_median'])} "
-            f"({beside['solved_fraction']:.0%}), above it in {paired['higher']} of {paired['n']} pairs "
+            f"({beside['solved_fraction']:.0%}), above it in {paired['higher']} of {counted(paired['n'], 'pair')} "
             f"(Wilcoxon p = {paired['wilcoxon_p']:.2g})"
         )
 
@@ -164,7 +164,7 @@ def _temperature(effort: Effort) -> Finding:
         "Where it ends is not how sharp the head is: W_q and W_k can grow or shrink in its place."
     )
     return Finding(
-        f"entropy ratio at τ = ½, 1, 2 × √dₖ: {ratios[0]:.3f}, {ratios[1]:.3f}, {ratios[2]:.3f}; learned per head, "
+        f"entropy ratio at τ = ½, 1, 2 × √dₖ (dₖ 64, n 256): {ratios[0]:.3f}, {ratios[1]:.3f}, {ratios[2]:.3f}; learned per head, "
         f"{found.words}; τ/√dₖ ends at {', '.join(f'{t:.2f}' for t in by_layer)} (layer by layer, median)",
         verdict if ordered else "wrong",
         why if found.decides else UNDECIDED.format(steps=effort.steps),

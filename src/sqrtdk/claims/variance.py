@@ -12,21 +12,23 @@ import numpy.typing as npt
 from sqrtdk import theory
 from sqrtdk.claims.claim import Effort, Finding, agree, claim, covers, estimate_variance, state
 from sqrtdk.exercises.sampling import estimate_mean
+from sqrtdk.exercises.variance_law import draw_dot_products
 
 Array = npt.NDArray[np.float64]
 
-_DISTRIBUTIONS: dict[str, Callable[[np.random.Generator, int | tuple[int, int]], Array]] = {
-    "normal": lambda rng, shape: rng.standard_normal(shape),
-    "uniform": lambda rng, shape: rng.uniform(-math.sqrt(3), math.sqrt(3), shape),
-    "±1": lambda rng, shape: rng.choice([-1.0, 1.0], shape),
+_DISTRIBUTIONS: dict[str, Callable[[np.random.Generator, int], Array]] = {
+    "normal": lambda rng, count: rng.standard_normal(count),
+    "uniform": lambda rng, count: rng.uniform(-math.sqrt(3), math.sqrt(3), count),
+    "±1": lambda rng, count: rng.choice([-1.0, 1.0], count),
 }
 
 
-def _dot_products(rng: np.random.Generator, d_k: int, n: int = 20_000, distribution: str = "normal") -> Array:
-    draw = _DISTRIBUTIONS[distribution]
-    return np.concatenate(
-        [np.einsum("nd,nd->n", draw(rng, (n // 10, d_k)), draw(rng, (n // 10, d_k))) for _ in range(10)]
-    )
+_PAIRS = 20_000
+
+
+def _dot_products(effort: Effort, d_k: int) -> Array:
+    """The products that `sqrtdk variance` speaks of."""
+    return draw_dot_products(d_k, _PAIRS, effort.seed)
 
 
 @claim("var.product", "S0, S3", "independent X, Y with mean 0 and variance 1: Var(XY) = 1")
@@ -50,15 +52,14 @@ def _product(effort: Effort) -> Finding:
 
 @claim("var.dot", "all", "Var(q·k) = dₖ exactly; std = √dₖ (dₖ = 64 → 8; dₖ = 512 → 22.63)")
 def _dot(effort: Effort) -> Finding:
-    rng = np.random.default_rng(effort.seed)
-    found = {d: estimate_variance(_dot_products(rng, d)) for d in (4, 64, 512)}
+    found = {d: estimate_variance(_dot_products(effort, d)) for d in (4, 64, 512)}
     law = {d: theory.dot_product_variance(d) for d in found}
     fits = all(covers(found[d], law[d]) for d in found)
     stds = agree([8, 22.63], [math.sqrt(law[64]), math.sqrt(law[512])], decimals=2)
     correlated = theory.dot_product_variance(64, correlation=1.0)
     return Finding(
         f"law: 64 → std {math.sqrt(law[64]):.0f}, 512 → {math.sqrt(law[512]):.2f}; sampled variance at "
-        f"64: {state(found[64], n=20_000, seed=effort.seed)}, "
+        f"64: {state(found[64], n=_PAIRS, seed=effort.seed)}, "
         f"at 512: {found[512].value:.1f} [{found[512].low:.1f}, {found[512].high:.1f}]",
         "holds" if fits and stds else "wrong",
         f"True for independent q and k of mean 0 and variance 1; fully correlated ones (q = k) would give "
@@ -100,11 +101,10 @@ def _terms(effort: Effort) -> Finding:
 
 @claim("var.mean", "S0, S3", "E[q·k] = 0")
 def _mean(effort: Effort) -> Finding:
-    rng = np.random.default_rng(effort.seed)
-    found = {d: estimate_mean(_dot_products(rng, d)) for d in (4, 64, 512)}
+    found = {d: estimate_mean(_dot_products(effort, d)) for d in (4, 64, 512)}
     shifted = theory.dot_product_mean(64, mean_q=0.1, mean_k=0.1)
     return Finding(
-        f"sampled at dₖ = 64: {state(found[64], n=20_000, seed=effort.seed)}; "
+        f"sampled at dₖ = 64: {state(found[64], n=_PAIRS, seed=effort.seed)}; "
         f"at 512: {found[512].value:+.3f} [{found[512].low:.3f}, {found[512].high:.3f}]",
         "holds" if all(covers(estimate, 0.0) for estimate in found.values()) else "wrong",
         f"It needs a zero mean on at least one side: means of 0.1 on both give {shifted:.2f} at dₖ = 64.",
@@ -130,8 +130,7 @@ def _divide(effort: Effort) -> Finding:
 
 @claim("var.root", "all", "dividing by √dₖ gives variance 1 at every dₖ; c² = dₖ is the only c that does")
 def _root(effort: Effort) -> Finding:
-    rng = np.random.default_rng(effort.seed)
-    found = {d: estimate_variance(_dot_products(rng, d) / math.sqrt(d)) for d in (1, 4, 64, 512)}
+    found = {d: estimate_variance(_dot_products(effort, d) / math.sqrt(d)) for d in (1, 4, 64, 512)}
     # Var/c² falls strictly in c > 0, so there is one solution; find it without knowing the answer.
     solutions = {}
     for d in found:
@@ -146,7 +145,7 @@ def _root(effort: Effort) -> Finding:
         math.isclose(c * c, d, rel_tol=1e-9) for d, c in solutions.items()
     )
     return Finding(
-        f"sampled at dₖ = 512: {state(found[512], n=20_000, seed=effort.seed)}; the divisor found by bisection: "
+        f"sampled at dₖ = 512: {state(found[512], n=_PAIRS, seed=effort.seed)}; the divisor found by bisection: "
         + ", ".join(f"{d} → {c:.4f}" for d, c in solutions.items()),
         "holds" if fits else "wrong",
         "Var/c² = 1 has one positive solution, c = √dₖ (and its negative, which turns every score around).",
@@ -156,11 +155,10 @@ def _root(effort: Effort) -> Finding:
 
 @claim("var.inverse", "S1", "dividing by dₖ gives variance 1/dₖ")
 def _inverse(effort: Effort) -> Finding:
-    rng = np.random.default_rng(effort.seed)
-    found = {d: estimate_variance(_dot_products(rng, d) / d) for d in (4, 64, 512)}
+    found = {d: estimate_variance(_dot_products(effort, d) / d) for d in (4, 64, 512)}
     fits = all(covers(e, 1 / d) and math.isclose(theory.divided_variance(d, d), 1 / d) for d, e in found.items())
     return Finding(
-        f"at dₖ = 64: {state(found[64], n=20_000, seed=effort.seed)} against {1 / 64:.5f}; "
+        f"at dₖ = 64: {state(found[64], n=_PAIRS, seed=effort.seed)} against {1 / 64:.5f}; "
         f"at 512: {found[512].value:.6f} against {1 / 512:.6f}",
         "holds" if fits else "wrong",
         "dₖ/dₖ² = 1/dₖ.",

@@ -1,123 +1,193 @@
-"""What no scaling, 1/√dₖ and 1/dₖ do at one size: the theory's prediction beside the measurement."""
+"""What no scaling, 1/√dₖ and 1/dₖ do at one size: the exact prediction beside the measurement, and what follows."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from sqrtdk import scales, theory
+from sqrtdk import theory
 from sqrtdk.attention import attention
-from sqrtdk.exercises.sampling import POLICIES, SampledRows, draw_attention, require_sampling, sample_rows
+from sqrtdk.exercises.expectation import ExpectedRows, expect_rows
+from sqrtdk.exercises.sampling import (
+    POLICIES,
+    SampledRows,
+    choose_effort,
+    draw_attention,
+    estimate_mean,
+    policy_factors,
+    require_count,
+    require_sampling,
+    sample_policies,
+)
 from sqrtdk.records import Record
 
-_MEASURED = (
+_QUANTITIES = (
     "logit_std",
     "saturation_index",
     "entropy_ratio",
     "sum_p2",
+    "jacobian_trace",
     "effective_keys",
     "max_weight",
-    "jacobian_trace",
     "grad_q",
 )
+# The others that are predicted restate one of these: ρ is σ in other units, 1 − Σp² is Σp².
+_INDEPENDENT = ("logit_std", "entropy_ratio", "sum_p2")
+_NAMES = {"none": "no scaling", "sqrt": "1/√dₖ", "inverse": "1/dₖ"}
+_WORDS = (
+    "σ is the standard deviation of the logits; ρ = σ/√(2 ln n) the saturation index; H/ln n the entropy ratio, 1 for "
+    "uniform weights and 0 for one-hot ones; Σp² the sum of squared weights, 1/n for uniform and 1 for one-hot; "
+    "1 − Σp² the trace of the softmax Jacobian; effective keys 1/Σp² of each row; ‖∂loss/∂q‖ the gradient that one "
+    "query gets from a gradient of standard normal entries at the output"
+)
+# The law for n → ∞ states its error from here on.
+_FEWEST_KEYS_OF_THE_LAW = 64
+# Effective keys with 1/√dₖ over those without: below the first scaling matters little, from the second on it matters.
+_LITTLE, _MUCH = 1.1, 2.0
 
 
-def explain(d_k: int = 64, n: int = 1024, seed: int = 0, draws: int = 16, queries: int = 32) -> Record:
+def explain(
+    d_k: int = 64, n: int = 1024, seed: int = 0, draws: int | None = None, queries: int | None = None
+) -> Record:
     """Say what none, √dₖ and dₖ do to Gaussian attention with this dₖ and n, predicted and measured.
 
-    q, k, v (dᵥ = dₖ) and the gradient at the output have independent standard normal entries. Predictions: the
-    law of the random energy model (n → ∞, `theory.condensation`) and exact averages at this n for rows of one σ
-    (`theory.expected_softmax`); in the measurement σ varies from row to row with the length of q.
+    q, k, v (dᵥ = dₖ) and the gradient at the output have independent standard normal entries. Predictions are exact
+    averages at this dₖ and n (`ExpectedRows`); that of ‖∂loss/∂q‖ is an estimate (`theory.gradient_scale`) and stands
+    with the factor it is off by. The law of the random energy model (`theory.condensation`, n → ∞) is given where it
+    states its error: n ≥ 64, the entropy up to ρ = ½, Σp² from ρ = 2 on.
 
     Args:
         d_k: length of queries and keys.
         n: keys per query.
         seed: of the random numbers.
-        draws: independent draws of q, k, v.
-        queries: queries per draw.
+        draws: independent draws of q, k, v; None takes as many as the gradients of this size are measured on.
+        queries: queries per draw; None likewise.
 
     Returns:
-        A record with the table ``explain``: one row per policy and quantity with `law` (n → ∞), `predicted` (at
-        this n; for ‖∂loss/∂q‖ an estimate), `measured` and the 95% interval of the mean; None where theory is silent.
+        A record with the tables ``side_by_side`` (a row per quantity, the scalings as columns, each with its
+        prediction and whether it lies in the 95% interval of the measurement) and ``explain``: one row per policy and
+        quantity with `law`, `predicted`, `measured`, the interval, `inside` and, for the estimate, `ratio` (measured
+        over predicted); None where theory is silent.
 
     >>> explain(d_k=4, n=64, draws=8, queries=4).spec["regime"]
     'below condensation'
     """
+    require_count("n", n, 2)
+    usual = choose_effort(n)
+    draws, queries = (usual.draws if draws is None else draws), (usual.queries if queries is None else queries)
     require_sampling(d_k=d_k, n=n, draws=draws, queries=queries, seed=seed)
-    factors = [float(scales.get(name).factor(scales.ScaleContext(d_k=d_k))) for name in POLICIES]
-    sampled = sample_rows(factors, d_k=d_k, n=n, draws=draws, queries=queries, seed=seed)
-    rows = []
-    for policy, factor, measured in zip(POLICIES, factors, sampled, strict=True):
-        rows += _compare(policy, factor, measured, d_k, n)
-    regime = _regime(d_k, n)
+    sampled = sample_policies(d_k=d_k, n=n, draws=draws, queries=queries, seed=seed)
+    expected = expect_rows(d_k, n)
+    factors = dict(zip(POLICIES, policy_factors(d_k), strict=True))
+    rows = [row for policy in POLICIES for row in _compare(policy, factors[policy], sampled[policy], expected)]
+    regime = _name_regime(d_k, n, expected)
+    sentences = _read(rows, sampled, d_k, n, regime)
     return Record(
         kind="explain",
         spec={"d_k": d_k, "n": n, "seed": seed, "draws": draws, "queries": queries, "regime": regime},
-        tables={"explain": rows},
+        tables={"side_by_side": _put_side_by_side(rows), "explain": rows},
         curves={
-            "law": _law_curve(n, float(theory.saturation_index(math.sqrt(d_k), n))),
-            "ranked": _ranked_weights(factors, d_k, n, seed, queries),
+            "law": _law_curve(expected, float(theory.saturation_index(math.sqrt(d_k), n))),
+            "ranked": _ranked_weights(list(factors.values()), d_k, n, seed, queries),
             "map": _condensation_map(d_k, n),
         },
-        reading=_read(rows, d_k, n, regime, draws * queries, seed),
+        reading=[
+            *sentences[:-1],
+            f"Measured on {draws * queries} rows, seed {seed}; intervals are 95% over {draws} independent draws.",
+            f"Words: {_WORDS}.",
+            sentences[-1],
+        ],
+        headline=sentences[-1],
     )
 
 
-def _compare(policy: str, factor: float, measured: SampledRows, d_k: int, n: int) -> list[dict[str, Any]]:
+def _compare(policy: str, factor: float, measured: SampledRows, expected: ExpectedRows) -> list[dict[str, Any]]:
+    d_k, n = expected.d_k, expected.n
     sigma = factor * math.sqrt(d_k)
-    law = theory.condensation(sigma, n)
-    exact = theory.expected_softmax(sigma, n)
-    # The gradient at the output has dᵥ = dₖ standard normal entries, so its length is √dₖ.
-    gradient = theory.gradient_scale(factor, d_k=d_k, n=n) * math.sqrt(d_k)
-    predictions: dict[str, tuple[float | None, float | None]] = {
-        "logit_std": (sigma, sigma),
-        "saturation_index": (law.saturation_index, law.saturation_index),
-        "entropy_ratio": (law.entropy_ratio, exact.entropy_ratio),
-        "sum_p2": (law.sum_p2, exact.sum_p2),
-        "jacobian_trace": (1.0 - law.sum_p2, 1.0 - exact.sum_p2),
-        "grad_q": (None, gradient),
+    exact = expected.at_scale(factor)
+    predictions = {
+        "logit_std": sigma,
+        "saturation_index": float(theory.saturation_index(sigma, n)),
+        "entropy_ratio": exact.entropy_ratio,
+        "sum_p2": exact.sum_p2,
+        "jacobian_trace": 1.0 - exact.sum_p2,
+        # The gradient at the output has dᵥ = dₖ standard normal entries, so its length is about √dₖ.
+        "grad_q": theory.gradient_scale(factor, d_k=d_k, n=n) * math.sqrt(d_k),
     }
+    law = _law_at(sigma, n)
     rows = []
-    for quantity in _MEASURED:
-        found = measured.mean(quantity)
-        predicted = predictions.get(quantity, (None, None))
+    for quantity in _QUANTITIES:
+        found, predicted = measured.mean(quantity), predictions.get(quantity)
+        estimated = quantity == "grad_q"
         rows.append(
             {
                 "scale": policy,
                 "quantity": quantity,
-                "law": predicted[0],
-                "predicted": predicted[1],
+                "law": law.get(quantity),
+                "predicted": predicted,
                 "measured": found.value,
                 "low": found.low,
                 "high": found.high,
+                "inside": None if predicted is None or estimated else found.holds(predicted),
+                "ratio": found.value / predicted if estimated and predicted else None,
             }
         )
     return rows
 
 
-def _regime(d_k: int, n: int) -> str:
-    begins, nearly_one_hot = theory.unscaled_crossover(n)
-    if d_k < begins:
-        return "below condensation"
-    return "condensing" if d_k < nearly_one_hot else "nearly one-hot"
+def _law_at(sigma: float, n: int) -> dict[str, float]:
+    """The law for n → ∞ where it states its error, by quantity."""
+    law = theory.condensation(sigma, n)
+    if not law.trusted or n < _FEWEST_KEYS_OF_THE_LAW:
+        return {}
+    return {"entropy_ratio": law.entropy_ratio} if law.regime == "spread" else {"sum_p2": law.sum_p2}
 
 
-def _law_curve(n: int, rho: float) -> dict[str, list[float | None]]:
-    last = max(3.0, 1.15 * rho)
-    grid = np.linspace(0.0, last, 121)
-    # Closer where the curve bends; each exact point costs a quadrature.
-    coarse = np.concatenate([np.linspace(0.0, 1.6, 13), np.geomspace(1.6, last, 8)[1:]])
+def _put_side_by_side(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    by = {(row["scale"], row["quantity"]): row for row in rows}
+    table = []
+    for quantity in _QUANTITIES:
+        line: dict[str, Any] = {"quantity": quantity}
+        for policy in POLICIES:
+            row = by[policy, quantity]
+            line |= {policy: row["measured"], f"{policy}_predicted": _state_prediction(row)}
+        table.append(line)
+    return table
+
+
+def _state_prediction(row: Mapping[str, Any]) -> str | None:
+    if row["predicted"] is None:
+        return None
+    if row["ratio"] is not None:
+        return f"≈ {row['predicted']:.3g} (measured {row['ratio']:.2g} × that)"
+    return f"{row['predicted']:.4g} {'inside' if row['inside'] else 'outside'}"
+
+
+def _name_regime(d_k: int, n: int, expected: ExpectedRows) -> str:
+    if _is_nearly_one_hot(expected.at_scale(1.0).sum_p2, n):
+        return "nearly one-hot"
+    return "below condensation" if d_k < theory.unscaled_crossover(n).begins else "condensing"
+
+
+def _is_nearly_one_hot(sum_p2: float, n: int) -> bool:
+    # Half of the way from uniform to one-hot: for many keys Σp² ≥ ½, but two equal weights have that already.
+    return sum_p2 >= 0.5 * (1.0 + 1.0 / n)
+
+
+def _law_curve(expected: ExpectedRows, rho: float) -> dict[str, list[float | None]]:
+    n = expected.n
     width = math.sqrt(2.0 * math.log(n))
-    law = [theory.condensation(float(x) * width, n) for x in grid]
-    exact = [theory.expected_softmax(float(x) * width, n) for x in coarse]
+    grid = np.linspace(0.0, min(max(3.0, 1.15 * rho), expected.largest_sigma / width), 121)
+    law = [_law_at(float(x) * width, n) for x in grid]
+    exact = [expected.at_sigma(float(x) * width) for x in grid]
     return {
         "rho": grid.tolist(),
-        "entropy_ratio": [point.entropy_ratio if point.trusted else None for point in law],
-        "sum_p2": [point.sum_p2 if point.trusted else None for point in law],
-        "exact_rho": coarse.tolist(),
+        "entropy_ratio": [point.get("entropy_ratio") for point in law],
+        "sum_p2": [point.get("sum_p2") for point in law],
+        "exact_rho": grid.tolist(),
         "exact_entropy_ratio": [point.entropy_ratio for point in exact],
         "exact_sum_p2": [point.sum_p2 for point in exact],
     }
@@ -148,31 +218,70 @@ def _condensation_map(d_k: int, n: int) -> dict[str, Any]:
     }
 
 
-def _read(rows: Sequence[dict[str, Any]], d_k: int, n: int, regime: str, count: int, seed: int) -> list[str]:
+def _read(
+    rows: Sequence[Mapping[str, Any]], sampled: Mapping[str, SampledRows], d_k: int, n: int, regime: str
+) -> list[str]:
+    """Sentences that follow from the numbers; the last one says it all."""
     by = {(row["scale"], row["quantity"]): row for row in rows}
+    keys = {policy: by[policy, "effective_keys"]["measured"] for policy in POLICIES}
     begins, nearly_one_hot = theory.unscaled_crossover(n)
-    words = {
-        "below condensation": f"below dₖ = 2 ln n = {begins:.1f}: unscaled rows are still spread and scaling "
-        f"matters little",
-        "condensing": f"between dₖ = 2 ln n = {begins:.1f} and 8 ln n = {nearly_one_hot:.1f}: unscaled rows "
-        f"condense on few keys",
-        "nearly one-hot": f"past dₖ = 8 ln n = {nearly_one_hot:.1f}: unscaled rows are nearly one-hot",
-    }
-    sentences = [f"dₖ = {d_k} with n = {n} keys lies {words[regime]} (E Σp² ≥ ½ is predicted from 8 ln n on)."]
-    for policy, name in (("none", "No scaling"), ("sqrt", "1/√dₖ"), ("inverse", "1/dₖ")):
-        at = {quantity: by[policy, quantity]["measured"] for quantity in _MEASURED}
-        predicted = by[policy, "entropy_ratio"]["predicted"]
-        sentences.append(
-            f"{name}: σ = {at['logit_std']:.3g}, ρ = {at['saturation_index']:.2g}, entropy ratio "
-            f"{at['entropy_ratio']:.3f} "
-            f"(predicted {predicted:.3f}), Σp² {at['sum_p2']:.2g}, {at['effective_keys']:.4g} effective keys, "
-            f"largest weight "
-            f"{at['max_weight']:.2g}, mean ‖∂loss/∂q‖ {at['grad_q']:.3g}."
-        )
-    order = sorted(POLICIES, key=lambda policy: -by[policy, "grad_q"]["measured"])
-    labels = {"none": "no scaling", "sqrt": "1/√dₖ", "inverse": "1/dₖ"}
-    sentences.append(
-        f"The mean gradient of the queries is largest with {labels[order[0]]} and smallest with {labels[order[-1]]}."
+    if d_k < begins:
+        place = f"below 2 ln n = {begins:.1f}"
+    elif d_k < nearly_one_hot:
+        place = f"between 2 ln n = {begins:.1f} and 8 ln n = {nearly_one_hot:.1f}"
+    else:
+        place = f"past 8 ln n = {nearly_one_hot:.1f}"
+    sum_p2 = by["none", "sum_p2"]
+    way = (sum_p2["predicted"] - 1 / n) / (1 - 1 / n)
+    return [
+        f"dₖ = {d_k} with n = {n} keys lies {place}: for n → ∞ unscaled rows begin to condense at dₖ = 2 ln n and have "
+        "Σp² = ½ at 8 ln n.",
+        f"Unscaled rows have Σp² = {sum_p2['predicted']:.3g} by prediction and {sum_p2['measured']:.3g} measured: "
+        f"{100 * way:.0f} % of the way from uniform (1/n = {1 / n:.3g}) to one-hot (1)"
+        f"{', so they are nearly one-hot' if regime == 'nearly one-hot' else ''}.",
+        _read_gradients(by, sampled),
+        _read_predictions(rows),
+        _conclude(keys, d_k, n),
+    ]
+
+
+def _read_gradients(by: Mapping[tuple[str, str], Mapping[str, Any]], sampled: Mapping[str, SampledRows]) -> str:
+    """Each policy's mean gradient beside that of 1/√dₖ, told apart by the draws, which they share."""
+    parts = []
+    for policy in ("none", "inverse"):
+        apart = estimate_mean((sampled[policy].grad_q - sampled["sqrt"].grad_q).mean(axis=1))
+        ratio = by[policy, "grad_q"]["measured"] / by["sqrt", "grad_q"]["measured"]
+        beside = f"{ratio:.3g} times that" + (", not told apart from it" if apart.holds(0.0) else "")
+        parts.append(f"{beside} with {_NAMES[policy]}")
+    return (
+        f"The mean gradient of the queries is {by['sqrt', 'grad_q']['measured']:.3g} with 1/√dₖ, {' and '.join(parts)}."
     )
-    sentences.append(f"Measured on {count} rows, seed {seed}; intervals are 95% over independent draws.")
-    return sentences
+
+
+def _read_predictions(rows: Sequence[Mapping[str, Any]]) -> str:
+    judged = [row for row in rows if row["quantity"] in _INDEPENDENT]
+    outside = [row for row in judged if not row["inside"]]
+    titles = {"logit_std": "σ", "entropy_ratio": "H/ln n", "sum_p2": "Σp²"}
+    named = ", ".join(f"{titles[row['quantity']]} with {_NAMES[row['scale']]}" for row in outside)
+    return (
+        f"Of {len(judged)} predictions (σ, H/ln n and Σp²) {len(judged) - len(outside)} lie inside the 95% interval of "
+        f"their measurement{f'; outside: {named}' if outside else ''}; one in twenty may lie outside by chance."
+    )
+
+
+def _conclude(keys: Mapping[str, float], d_k: int, n: int) -> str:
+    ratio = keys["sqrt"] / keys["none"]
+    if d_k == 1:
+        verdict = "the three are the same, as √1 = 1: there is nothing to scale"
+    elif ratio < _LITTLE:
+        verdict = f"{ratio:.2f} times as many with 1/√dₖ as without: at this size scaling matters little"
+    elif ratio < _MUCH:
+        verdict = f"{ratio:.2f} times as many with 1/√dₖ as without: at this size scaling matters somewhat"
+    else:
+        verdict = f"{ratio:.3g} times as many with 1/√dₖ as without: at this size scaling matters"
+    listed = ", ".join(f"{_name_count(keys[policy])} with {_NAMES[policy]}" for policy in POLICIES)
+    return f"In short: of {n} keys a query attends to about {listed} (effective keys); {verdict}."
+
+
+def _name_count(keys: float) -> str:
+    return f"{keys:.3g}" if keys < 100 else f"{keys:.0f}"

@@ -8,15 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from sqrtdk import scales, theory
+from sqrtdk import theory
 from sqrtdk.exercises.sampling import (
+    BUDGET,
     POLICIES,
     Z_95,
     SampledRows,
+    choose_effort,
     require_count,
     require_counts,
-    require_sampling,
-    sample_rows,
+    sample_policies,
 )
 from sqrtdk.records import Record
 
@@ -27,15 +28,12 @@ _EXAMPLES = {
     "peaked": (0.97, 0.01, 0.01, 0.01),
     "one-hot": (1.0 - 3e-6, 1e-6, 1e-6, 1e-6),
 }
-# Many queries to few draws: rows of one draw are nearly independent, and a few large products beat many small ones.
-_DRAWS = 16
-_FEWEST_QUERIES, _MOST_QUERIES = 16, 256
 
 
 def gradients(
     d_ks: Sequence[int] = (4, 64, 512),
     ns: Sequence[int] = (16, 128, 1024),
-    budget: int = 2**18,
+    budget: int = BUDGET,
     seed: int = 0,
 ) -> Record:
     """Show ∂softmax/∂input for uniform to one-hot rows, and measure gradients over dₖ × n for none, √dₖ and dₖ.
@@ -45,7 +43,7 @@ def gradients(
     Args:
         d_ks: the sizes dₖ.
         ns: the numbers of keys n.
-        budget: weights to measure per cell: a cell has budget/n rows, from 256 to 4096, in 16 independent draws.
+        budget: weights to measure per cell: a cell has budget/n rows, from 256 to 4096, in 16 to 256 independent draws.
         seed: of the random numbers; those of one cell do not depend on the other cells.
 
     Returns:
@@ -63,13 +61,9 @@ def gradients(
     rows = []
     for d_k in map(int, d_ks):
         for n in map(int, ns):
-            queries = min(max(budget // (n * _DRAWS), _FEWEST_QUERIES), _MOST_QUERIES)
-            require_sampling(d_k=d_k, n=n, draws=_DRAWS, queries=queries, seed=seed)
-            factors = [float(scales.get(name).factor(scales.ScaleContext(d_k=d_k))) for name in POLICIES]
-            sampled = sample_rows(factors, d_k=d_k, n=n, draws=_DRAWS, queries=queries, seed=seed)
+            sampled = sample_policies(d_k=d_k, n=n, **choose_effort(n, budget)._asdict(), seed=seed)
             rows += [
-                {"d_k": d_k, "n": n, "scale": policy, **_summarise(measured)}
-                for policy, measured in zip(POLICIES, sampled, strict=True)
+                {"d_k": d_k, "n": n, "scale": policy, **_summarise(measured)} for policy, measured in sampled.items()
             ]
     jacobians = [_describe_example(name, weights) for name, weights in _EXAMPLES.items()]
     return Record(

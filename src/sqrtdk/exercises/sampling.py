@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from sqrtdk import scales as policies
 from sqrtdk.attention import attention, attention_gradients
 from sqrtdk.errors import InvalidTypeError, InvalidValueError
 
@@ -22,6 +24,13 @@ Z_95 = 1.959963984540054
 POLICIES = ("none", "sqrt", "inverse")
 """The three scalings that the exercises compare."""
 
+BUDGET = 2**19
+"""Weights that are measured per size."""
+
+_FEWEST_QUERIES, _MOST_ROWS = 16, 4096
+# Rows of one draw are nearly independent and a few large products beat many small ones, so that draws are few; but few
+# keys in all make skewed averages and intervals that miss.
+_USUAL_DRAWS, _MOST_DRAWS, _FEWEST_KEYS = 16, 256, 2048
 _FEWEST_DRAWS = 8
 _MOST_NUMBERS = 2**26
 
@@ -61,10 +70,14 @@ def _student_95(freedom: int) -> float:
 
 @dataclass(frozen=True)
 class SampledRows:
-    """What was measured on random rows, each array `[draws, queries]`; rows of one draw share their keys and values."""
+    """What was measured on random rows, each array `[draws, queries]`; rows of one draw share their keys and values.
 
-    logit_std: Array
-    saturation_index: Array
+    `logit_square` is the mean of x² over the logits x of a row: its second moment about 0, the mean that Gaussian
+    logits are known to have, so that its average is Var(x) itself at every n.
+    """
+
+    n: int
+    logit_square: Array
     entropy_ratio: Array
     sum_p2: Array
     effective_keys: Array
@@ -75,7 +88,15 @@ class SampledRows:
     grad_k: Array
 
     def mean(self, quantity: str) -> Estimate:
-        """The mean over rows with a 95% interval over draws, as rows of one draw are not independent."""
+        """The mean over rows with a 95% interval over draws, as rows of one draw are not independent.
+
+        `logit_std` and `saturation_index` are those of all logits together, σ = √E[x²] and σ/√(2 ln n): what theory
+        predicts. A mean of the rows' own deviations would be smaller, as rows differ and each is fitted its own mean.
+        """
+        if quantity in ("logit_std", "saturation_index"):
+            square = estimate_mean(self.logit_square.mean(axis=1))
+            unit = math.sqrt(2.0 * math.log(self.n)) if quantity == "saturation_index" else 1.0
+            return Estimate(*(math.sqrt(max(value, 0.0)) / unit for value in square))
         return estimate_mean(getattr(self, quantity).mean(axis=1))
 
 
@@ -97,14 +118,51 @@ def sample_rows(scales: Sequence[float], *, d_k: int, n: int, draws: int, querie
     q, k, v (dᵥ = dₖ) and the gradient of the loss at the output have independent standard normal entries.
     `grad_q` is ‖∂loss/∂q‖ of each row; `grad_k` is ‖∂loss/∂K‖/√L of each draw, repeated over its rows.
     """
-    fields = list(SampledRows.__dataclass_fields__)
+    fields = [name for name in SampledRows.__dataclass_fields__ if name != "n"]
     collected: list[dict[str, list[Array]]] = [{name: [] for name in fields} for _ in scales]
     for q, k, v, grad_output in islice(draw_attention(d_k=d_k, n=n, queries=queries, seed=seed), draws):
         for scale, rows in zip(scales, collected, strict=True):
             measured = _measure(q, k, v, grad_output, scale)
             for name in fields:
                 rows[name].append(measured[name])
-    return [SampledRows(**{name: np.stack(values) for name, values in rows.items()}) for rows in collected]
+    return [SampledRows(n, **{name: np.stack(values) for name, values in rows.items()}) for rows in collected]
+
+
+class Effort(NamedTuple):
+    """How many draws of q, k and v, and how many queries in each."""
+
+    draws: int
+    queries: int
+
+
+def choose_effort(n: int, budget: int = BUDGET) -> Effort:
+    """Draws and queries that have about `budget` weights over n keys, in 256 to 4096 rows.
+
+    >>> choose_effort(1024), choose_effort(16)
+    (Effort(draws=16, queries=32), Effort(draws=128, queries=32))
+    """
+    draws = min(max(_FEWEST_KEYS // n, _USUAL_DRAWS), _MOST_DRAWS)
+    return Effort(draws, min(max(budget // (n * draws), _FEWEST_QUERIES), _MOST_ROWS // draws))
+
+
+def policy_factors(d_k: int) -> list[float]:
+    """The multipliers of q·k of the three policies.
+
+    >>> policy_factors(64)
+    [1.0, 0.125, 0.015625]
+    """
+    return [float(policies.get(name).factor(policies.ScaleContext(d_k=d_k))) for name in POLICIES]
+
+
+@lru_cache(maxsize=64)
+def sample_policies(*, d_k: int, n: int, draws: int, queries: int, seed: int) -> dict[str, SampledRows]:
+    """The rows of one size under each of the three policies.
+
+    Measured once per size and seed: whatever speaks of a size speaks of the same numbers.
+    """
+    require_sampling(d_k=d_k, n=n, draws=draws, queries=queries, seed=seed)
+    sampled = sample_rows(policy_factors(d_k), d_k=d_k, n=n, draws=draws, queries=queries, seed=seed)
+    return dict(zip(POLICIES, sampled, strict=True))
 
 
 def _measure(q: Array, k: Array, v: Array, grad_output: Array, scale: float) -> dict[str, Array]:
@@ -114,11 +172,11 @@ def _measure(q: Array, k: Array, v: Array, grad_output: Array, scale: float) -> 
     measured = {
         name: np.asarray(getattr(statistics, name), dtype=np.float64)
         for name in SampledRows.__dataclass_fields__
-        if name not in ("logit_std", "grad_q", "grad_k")
+        if name not in ("n", "logit_square", "grad_q", "grad_k")
     }
     key_norm = float(np.linalg.norm(slopes.key)) / math.sqrt(q.shape[0])
     return measured | {
-        "logit_std": np.sqrt(statistics.logit_variance),
+        "logit_square": statistics.logit_variance + statistics.logit_mean**2,
         "grad_q": np.linalg.norm(slopes.query, axis=-1),
         "grad_k": np.full(q.shape[0], key_norm),
     }

@@ -42,7 +42,7 @@ def variance(d_ks: Sequence[int] = (4, 64, 512), samples: int = 20_000, seed: in
     rows: list[dict[str, Any]] = []
     densities: list[dict[str, Any]] = []
     for d_k in d_ks:
-        dots = _draw_dot_products(int(d_k), samples, seed)
+        dots = draw_dot_products(int(d_k), samples, seed)
         for policy in POLICIES:
             factor = float(scales.get(policy).factor(scales.ScaleContext(d_k=int(d_k))))
             measured = estimate_std(dots * factor)
@@ -86,7 +86,12 @@ def estimate_std(values: Array) -> Estimate:
     return Estimate(std, std * math.exp(-Z_95 * error), std * math.exp(Z_95 * error))
 
 
-def _draw_dot_products(d_k: int, samples: int, seed: int) -> Array:
+def draw_dot_products(d_k: int, samples: int, seed: int) -> Array:
+    """Products q·k of independent standard normal q and k; equal sizes and seeds give equal ones.
+
+    >>> draw_dot_products(64, 5, 0).shape
+    (5,)
+    """
     rng = np.random.default_rng([seed, d_k])
     block = max(1, _BLOCK // d_k)
     parts = []

@@ -11,7 +11,7 @@ from sqrtdk.lab.spec import AblationSpec
 from sqrtdk.lab.store import RunRecord, Store
 from sqrtdk.lab.sweep import ProgressCallback, run_all
 from sqrtdk.lab.tasks import Task, get
-from sqrtdk.records import Record
+from sqrtdk.records import Record, counted
 
 _CURVE_COLUMNS = ("scale", "seed", "init", "lr", "d_k")
 
@@ -88,7 +88,7 @@ def _headline(task: Task, best: Sequence[Mapping[str, Any]]) -> str:
         for row in best
     ]
     return (
-        f"median held-out loss of {best[0]['n']} seed{'s' if best[0]['n'] != 1 else ''}{rates}: {', '.join(parts)}; "
+        f"median held-out loss of {counted(best[0]['n'], 'seed')}{rates}: {', '.join(parts)}; "
         f"chance {show_loss(task.chance_loss)}."
     )
 
@@ -122,7 +122,7 @@ def _read_setting(row: Mapping[str, Any]) -> str:
     lost = "".join(f"; {row[word]} {word}" for word in ("diverged", "failed") if row[word])
     return (
         f"{_name(row)}: median held-out loss {show_loss(row['final_loss_median'])} "
-        f"[{show_loss(low)}, {show_loss(high)}], solved by {solved} of {row['n']} seeds{pace}{lost}."
+        f"[{show_loss(low)}, {show_loss(high)}], solved by {solved} of {counted(row['n'], 'seed')}{pace}{lost}."
     )
 
 
@@ -153,7 +153,7 @@ def _read_comparison(row: Mapping[str, Any]) -> str:
         difference = "the losses are equal"
     return (
         f"{_name(row)} against {other}: {difference}, higher in {row['higher']} and lower in {row['lower']} "
-        f"of {row['n']} seeds, p = {row['wilcoxon_p']:.2g}."
+        f"of {counted(row['n'], 'seed')}, p = {row['wilcoxon_p']:.2g}."
     )
 
 

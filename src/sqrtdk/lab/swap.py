@@ -14,7 +14,7 @@ from sqrtdk.lab.spec import RunSpec, list_seeds
 from sqrtdk.lab.store import RunRecord, Store
 from sqrtdk.lab.sweep import ProgressCallback, run_all
 from sqrtdk.lab.tasks import Task
-from sqrtdk.records import Record
+from sqrtdk.records import Record, counted
 
 _STAGES = ("trained", "swapped", "continued", "scratch")
 _STAGE_WORDS = {
@@ -143,15 +143,15 @@ def _read(task: Task, summary: Sequence[Mapping[str, Any]], rows: Sequence[Mappi
         sentences.append(
             f"{meaning}: median held-out loss {show_loss(row['loss_median'])} [{show_loss(low)}, {show_loss(high)}], "
             + (f"accuracy {row['accuracy_median']:.2f}, " if row["accuracy_median"] is not None else "")
-            + f"solved by {solved} of {row['n']} seeds."
+            + f"solved by {solved} of {counted(row['n'], 'seed')}."
         )
     reached = [value for row in rows if (value := row["continued_steps_to_threshold"]) is not None]
     if reached:
         sentences.append(
-            f"After the swap the training loss is below the threshold in {len(reached)} of {len(rows)} seeds, "
+            f"After the swap the training loss is below the threshold in {len(reached)} of {counted(len(rows), 'seed')}, "
             f"first after {quartiles(reached).median:.0f} steps (median)."
         )
     else:
-        sentences.append(f"After the swap the training loss reaches the threshold in none of {len(rows)} seeds.")
+        sentences.append(f"After the swap the training loss reaches the threshold in none of {counted(len(rows), 'seed')}.")
     sentences.append("Brackets hold the lower and upper quartile over the seeds, not a confidence interval.")
     return sentences

@@ -20,6 +20,9 @@ _TITLES = {
     "interval": "95% interval",
     "inside": "prediction inside",
     "law": "law (n → ∞)",
+    "none": "no scaling",
+    "sqrt": "1/√dₖ",
+    "inverse": "1/dₖ",
     "first_weight": "weight of x",
     "other_weight": "weight of each 0",
     "slope": "p(1 − p)",
@@ -49,6 +52,7 @@ _TITLES = {
     "temperatures": "τ/√dₖ of the heads, layer by layer",
 }
 _ENDINGS = {
+    "_predicted": "predicted",
     "_low": "95% from",
     "_high": "95% to",
     "_interval": "95% interval",
