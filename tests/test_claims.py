@@ -111,9 +111,10 @@ def test_claims_and_exercises_speak_of_one_measurement(found):
     assert numbers["soft.small"]["entropy_ratio_lost"]["64,1024"] == lost
     gradient = numbers["grad.vanish"]["64,1024,none"]["grad_q_mean"]
     assert gradient == pytest.approx(explained["none", "grad_q"]["measured"], rel=1e-12)
-    for row in exercises.variance().tables["variance"]:
-        if row["scale"] == "none":
-            assert found["var.dot"]["numbers"]["sampled"][row["d_k"]] == pytest.approx(row["measured"] ** 2, rel=1e-4)
+    sampled = found["var.dot"]["numbers"]["sampled"]
+    for size in exercises.variance().tables["variance"]:
+        if size["scale"] == "none":
+            assert sampled[size["d_k"]] == pytest.approx(size["measured"] ** 2, rel=1e-4)
 
 
 def test_verdicts_are_counted_in_words():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -13,7 +14,10 @@ import typer
 
 from sqrtdk import backends, exercises, scales
 from sqrtdk.errors import InvalidValueError, SqrtdkError
-from sqrtdk.records import Record, cpu_name, versions
+from sqrtdk.options import name_options, naming, read_names, read_numbers
+from sqrtdk.progress import Bar, follow, progress_bar
+from sqrtdk.records import Record, counted, cpu_name, versions
+from sqrtdk.spelling import never_fail
 
 app = typer.Typer(
     name="sqrtdk",
@@ -36,7 +40,7 @@ Workers = Annotated[int | None, typer.Option(help="Training processes; default: 
 
 def _print_versions(wanted: bool) -> None:
     if wanted:
-        typer.echo(", ".join(f"{package} {version}" for package, version in versions().items()))
+        print(", ".join(f"{package} {version}" for package, version in versions().items()))
         raise typer.Exit
 
 
@@ -68,12 +72,11 @@ def claims(
 ) -> None:
     """Check every claim of the four texts by computation: claimed, computed, verdict, why."""
     from sqrtdk import terminal
-    from sqrtdk.claims import check_claims
+    from sqrtdk.claims import check_claims, name_sources
 
     if json and markdown:
         raise InvalidValueError("--json and --markdown exclude each other, got both")
     _require_drawable(plot)
-    columns = ["id", "source", "claimed", "computed", "verdict", "why"]
     with _effort(seed, seeds, steps, store, workers) as (effort, bar):
         record = check_claims(
             ids,
@@ -82,10 +85,12 @@ def claims(
             on_claim=lambda claim, i, n: bar.show(f"checking {claim.id}", i / n),
         )
     if markdown:
-        typer.echo(terminal.markdown_table(record.tables["claims"], columns))
+        columns = ["id", "source", "claimed", "computed", "verdict", "why"]
+        # Not typer's echo, which takes an ASCII terminal for a misconfigured one and writes UTF-8.
+        print(terminal.markdown_table(record.tables["claims"], columns), f"\n{name_sources()}", sep="\n")
         _draw(record, plot)
         return
-    _present(record, {"claims": ["id", "verdict", "claimed", "computed", "why"]}, json, plot)
+    _present(record, {"claims": ["id", "source", "verdict", "claimed", "computed", "why"]}, json, plot)
 
 
 @app.command(epilog="Example: sqrtdk variance --d-k 4,64,512 --plot variance.png")
@@ -97,7 +102,9 @@ def variance(
     plot: Plot = None,
 ) -> None:
     """Exercise 1: the standard deviation of unscaled scores at any dₖ, and after dividing by √dₖ and dₖ."""
-    record = exercises.variance(_numbers("--d-k", d_k, int), samples, seed)
+    _require_drawable(plot)
+    with _working("drawing q and k"):
+        record = exercises.variance(read_numbers("--d-k", d_k, int), samples, seed)
     columns = ["d_k", "scale", "predicted", "measured", "low", "high", "inside"]
     _present(record, {"variance": columns}, json, plot)
 
@@ -111,6 +118,7 @@ def saturation(
     plot: Plot = None,
 ) -> None:
     """Exercise 2: softmax([x, 0, 0, 0]) for x from 0 to 10; where does it saturate?"""
+    _require_drawable(plot)
     record = exercises.saturation(largest=largest, zeros=zeros, share=share)
     _present(record, {"sweep": None, "points": None}, json, plot)
 
@@ -148,16 +156,16 @@ def ablate(
     plot: Plot = None,
 ) -> None:
     """Exercise 3: train with and without scaling and compare learning, with seeds, controls and paired tests."""
-    from sqrtdk import lab, terminal
+    from sqrtdk import lab
 
     spec = lab.AblationSpec(
         task=task,
-        scales=_names("--scale", scale),
-        d_ks=_numbers("--d-k", d_k, int),
+        scales=read_names("--scale", scale),
+        d_ks=read_numbers("--d-k", d_k, int),
         seeds=seeds,
         steps=steps,
-        lrs=_numbers("--lr", lr, float),
-        inits=_names("--init", init),
+        lrs=read_numbers("--lr", lr, float),
+        inits=read_names("--init", init),
         also=(("none", "absorbed"),) if control else (),
         heads=heads,
         layers=layers,
@@ -165,8 +173,8 @@ def ablate(
         batch=batch,
     )
     _require_drawable(plot)
-    with terminal.progress_bar() as bar:
-        record = lab.ablate(spec, store=store, workers=workers, progress=bar.follow("training"))
+    with progress_bar() as bar:
+        record = lab.ablate(spec, store=store, workers=workers, progress=follow(bar, "training"))
     shown = ["scale", "d_k", "init", "lr", "final_loss_median", "final_loss_iqr", "solved_fraction"]
     shown += ["steps_to_threshold_median", "n"]
     shown += ["temperature_by_layer", "temperature_range", "temperature_spread_median"]
@@ -184,7 +192,9 @@ def temperature(
     plot: Plot = None,
 ) -> None:
     """Exercise 4: τ = ½, 1, 2 × √dₖ: patterns side by side, entropy, saturation index, gradients."""
-    record = exercises.temperature(d_k=d_k, n=n, relatives=_numbers("--relative", relative, float), seed=seed)
+    _require_drawable(plot)
+    with _working("measuring attention at each temperature"):
+        record = exercises.temperature(d_k=d_k, n=n, relatives=read_numbers("--relative", relative, float), seed=seed)
     _present(record, {"temperature": None}, json, plot)
 
 
@@ -197,10 +207,17 @@ def gradients(
     plot: Plot = None,
 ) -> None:
     """Exercise 5: ∂softmax/∂input for uniform and peaked rows, and how large gradients are over dₖ × n."""
-    record = exercises.gradients(d_ks=_numbers("--d-k", d_k, int), ns=_numbers("--n", n, int), seed=seed)
-    sizes = ["d_k", "n", "scale", "rows", "jacobian_trace_mean", "jacobian_trace_median", "jacobian_trace_p5"]
+    _require_drawable(plot)
+    with _working("measuring gradients") as bar:
+        record = exercises.gradients(
+            d_ks=read_numbers("--d-k", d_k, int),
+            ns=read_numbers("--n", n, int),
+            seed=seed,
+            on_size=lambda size, done: bar.show(f"measuring gradients: {size}", done),
+        )
+    columns = ["d_k", "n", "scale", "rows", "jacobian_trace_mean", "jacobian_trace_median", "jacobian_trace_p5"]
     norms = ["jacobian_norm_mean", "grad_q_mean", "grad_q_median", "grad_q_p5", "top_share"]
-    _present(record, {"jacobians": None, "vanish": [*sizes, *norms]}, json, plot)
+    _present(record, {"jacobians": None, "vanish": [*columns, *norms]}, json, plot)
 
 
 @app.command(epilog="Example: sqrtdk explain --d-k 64 --n 1024")
@@ -212,7 +229,10 @@ def explain(
     plot: Plot = None,
 ) -> None:
     """What no scaling, 1/√dₖ and 1/dₖ do at this size: predicted beside measured."""
-    _present(exercises.explain(d_k=d_k, n=n, seed=seed), {"side_by_side": None}, json, plot)
+    _require_drawable(plot)
+    with _working(f"measuring dₖ {d_k}, n {n}"):
+        record = exercises.explain(d_k=d_k, n=n, seed=seed)
+    _present(record, {"side_by_side": None}, json, plot)
 
 
 @app.command(epilog="Example: sqrtdk info --json")
@@ -224,7 +244,7 @@ def info(json: Json = False) -> None:
         for one in found
     ]
     reading = [
-        f"Attention runs on {used} with {count} thread{'s' if count > 1 else ''}.",
+        f"Attention runs on {used} with {counted(count, 'thread')}.",
         f"{cpu_name()}; " + ", ".join(f"{package} {version}" for package, version in versions().items()) + ".",
     ]
     if not any(one.runs_here for one in found[:-1]):
@@ -260,15 +280,15 @@ def bench(
     plot: Plot = None,
 ) -> None:
     """Time attention beside its peers: paired ratios, shares of the probed peak, errors, memory, growth."""
-    from sqrtdk import terminal
     from sqrtdk.bench import run_benchmark, write_raw
     from sqrtdk.report.files import require_directory
 
     _require_drawable(plot)
     if output is not None:
-        require_directory(output)
-    suites = None if suite is None else _names("--suite", suite)
-    with terminal.progress_bar() as bar:
+        with naming("--output"):
+            require_directory(output)
+    suites = None if suite is None else read_names("--suite", suite)
+    with progress_bar() as bar:
         record = run_benchmark(
             suites, rounds=rounds, threads=threads, backend=backend, quick=quick, seed=seed, on_step=bar.show
         )
@@ -293,7 +313,8 @@ def report(
     from sqrtdk.claims import check_claims, run_learning_ablation, run_temperature_ablation, run_trained_swap
     from sqrtdk.report import require_page, write_report
 
-    require_page(output)
+    with naming("--output"):
+        require_page(output)
     with _effort(seed, seeds, steps, store, workers) as (effort, bar):
         ablation = run_learning_ablation(effort)
         learned = run_temperature_ablation(effort)
@@ -322,11 +343,18 @@ def report(
 def _effort(seed: int, seeds: int, steps: int, store: Path | None, workers: int | None) -> Iterator[tuple[Any, Any]]:
     """An effort with a progress bar; without a store, one that lasts as long as the command."""
     from sqrtdk.claims import Effort
-    from sqrtdk.terminal import progress_bar
 
     with tempfile.TemporaryDirectory(prefix="sqrtdk-") as directory, progress_bar() as bar:
         kept = store if store is not None else Path(directory) / "runs.sqlite"
-        yield Effort(seed, seeds, steps, kept, workers, bar.follow("training")), bar
+        yield Effort(seed, seeds, steps, kept, workers, follow(bar, "training")), bar
+
+
+@contextmanager
+def _working(doing: str) -> Iterator[Bar]:
+    """Progress for what has no steps to count, or tells them itself."""
+    with progress_bar() as bar:
+        bar.show(doing)
+        yield bar
 
 
 def _present(record: Record, tables: dict[str, Any], json: bool, plot: Path | None, *, curves: bool = True) -> None:
@@ -344,7 +372,7 @@ def _draw(record: Record, plot: Path | None) -> None:
         from sqrtdk.report import save_figure
 
         written = save_figure(record, plot)
-        typer.echo(f"figure written to {written}", err=True)
+        print(f"figure written to {written}", file=sys.stderr)
 
 
 def _require_drawable(plot: Path | None) -> None:
@@ -352,33 +380,30 @@ def _require_drawable(plot: Path | None) -> None:
     if plot is not None:
         from sqrtdk.report import require_drawable
 
-        require_drawable(plot)
+        with naming("--plot"):
+            require_drawable(plot)
 
 
-def _names(option: str, text: str) -> tuple[str, ...]:
-    parts = tuple(part.strip() for part in text.split(",") if part.strip())
-    if not parts:
-        raise InvalidValueError(f"{option} must name at least one value, got {text!r}")
-    return parts
-
-
-def _numbers(option: str, text: str, kind: type) -> tuple[Any, ...]:
-    try:
-        return tuple(kind(part) for part in _names(option, text))
-    except ValueError:
-        what = "whole numbers" if kind is int else "numbers"
-        raise InvalidValueError(f"{option} must be {what} separated by commas, got {text!r}") from None
-
+# The help is read as markup: brackets in it, as those of softmax([x, 0, 0, 0]), must not vanish.
+for _command in app.registered_commands:
+    _command.help = inspect.getdoc(_command.callback).replace("[", "\\[")  # type: ignore[union-attr]
 
 _INTERRUPTED = 130
 
 
+def _list_options() -> set[str]:
+    """Every long option of every command."""
+    commands = typer.main.get_command(app).commands.values()  # type: ignore[attr-defined]
+    return {name for command in commands for option in command.params for name in option.opts if name[:2] == "--"}
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; wrong input ends with one line on stderr and exit code 2."""
+    never_fail(sys.stdout, sys.stderr)
     try:
         code = app(args=arguments, standalone_mode=False, prog_name="sqrtdk")
     except SqrtdkError as error:
-        _fail(str(error), 2)
+        _fail(name_options(str(error), _list_options()), 2)
     except OSError as error:  # a full disk, a file that is gone: nothing that a traceback would explain
         _fail(str(error), 1)
     except Exception as error:

@@ -1,27 +1,28 @@
-"""What the command line shows: tables, sentences and progress. Results go to stdout, progress to stderr."""
+"""What the command line shows on stdout: tables, sentences, JSON."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from sqrtdk.records import Record, Row
 from sqrtdk.report.table import format_cell, is_number, title_column
+from sqrtdk.spelling import spell, takes_everything
 
 _VERDICT_STYLES = {"holds": "green", "wrong": "red", "depends": "yellow"}
 _GAP = 3
 # Texts may be broken into lines this short; numbers and single words are never broken.
 _NARROWEST_TEXT = 11
+_PIPE_WIDTH = 120
 
 
 def print_json(record: Record, *, curves: bool = True) -> None:
@@ -29,8 +30,9 @@ def print_json(record: Record, *, curves: bool = True) -> None:
     content = record.as_json()
     if not curves:
         del content["curves"]
-    json.dump(content, sys.stdout, indent=2, ensure_ascii=False)
-    sys.stdout.write("\n")
+    # Whole before it is written, and in escapes where the encoding lacks a letter: never a part, never another text.
+    json_text = json.dumps(content, indent=2, ensure_ascii=not takes_everything(sys.stdout))
+    sys.stdout.write(json_text + "\n")
 
 
 def print_record(record: Record, tables: dict[str, Sequence[str] | None]) -> None:
@@ -39,7 +41,7 @@ def print_record(record: Record, tables: dict[str, Sequence[str] | None]) -> Non
     for name, columns in tables.items():
         print_table(record.tables[name], columns, console=console)
     for sentence in record.reading:
-        console.print(f"• {escape(sentence)}")
+        console.print(escape(spell(f"• {sentence}")))
 
 
 def print_table(rows: Sequence[Row], columns: Sequence[str] | None = None, *, console: Console | None = None) -> None:
@@ -54,15 +56,13 @@ def print_table(rows: Sequence[Row], columns: Sequence[str] | None = None, *, co
     widths = {name: _least_width(name, rows) for name in names}
     for part in _split_columns(rows, names, widths, console.width):
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        whole = {name: max(len(title_column(name)), *(len(_text(name, row[name])) for row in rows)) for name in part}
+        whole = {name: max(len(_title(name)), *(len(_text(name, row[name])) for row in rows)) for name in part}
         tight = _table_width(whole.values()) > console.width
         for name in part:
             numeric = _is_numeric(name, rows)
             # A fixed width keeps numbers whole: only texts give way when the terminal is narrow.
             width = widths[name] if numeric and tight else None
-            table.add_column(
-                escape(title_column(name)), justify="right" if numeric else "left", overflow="fold", width=width
-            )
+            table.add_column(escape(_title(name)), justify="right" if numeric else "left", overflow="fold", width=width)
         for row in rows:
             table.add_row(*(_cell(name, row[name]) for name in part))
         console.print(table)
@@ -83,7 +83,7 @@ def _is_numeric(name: str, rows: Sequence[Row]) -> bool:
 
 
 def _least_width(name: str, rows: Sequence[Row]) -> int:
-    heading = max(map(len, title_column(name).split()))
+    heading = max(map(len, _title(name).split()))
     longest = max(len(_text(name, row[name])) for row in rows)
     return max(heading, longest if _is_numeric(name, rows) else min(longest, _NARROWEST_TEXT))
 
@@ -113,8 +113,12 @@ def _table_width(widths: Iterable[int]) -> int:
     return sum(width + _GAP for width in widths) - 1  # a gap less than columns, and an edge on either side
 
 
+def _title(name: str) -> str:
+    return spell(title_column(name))
+
+
 def _text(name: str, value: Any) -> str:
-    return title_column(str(value)) if name == "quantity" else format_cell(value, name)
+    return spell(title_column(str(value)) if name == "quantity" else format_cell(value, name))
 
 
 def _cell(name: str, value: Any) -> str:
@@ -140,45 +144,11 @@ def print_summary(records: Sequence[Record], page: Path) -> None:
     """Print the few lines that stand above a report: the verdicts, one sentence per record, where the page is."""
     console = _stdout()
     for record in records:
-        console.print(f"[bold]{escape(record.kind):<12}[/]{escape(record.headline)}", soft_wrap=True)
+        console.print(f"[bold]{escape(record.kind):<12}[/]{escape(spell(record.headline))}", soft_wrap=True)
     console.print(f"[bold]{'page':<12}[/]{escape(str(page))}", soft_wrap=True)
 
 
 def _stdout() -> Console:
-    # Without a terminal there is no width to fit into: rows stay on one line for whoever reads the pipe.
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 1000)
-
-
-class Bar:
-    """A line on stderr that says what is going on, how far it is and how long it may take."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._task = progress.add_task("", total=1.0)
-
-    def show(self, description: str, fraction: float) -> None:
-        """Say what is going on and which share of it is done."""
-        self._progress.update(self._task, description=escape(description), completed=fraction)
-
-    def follow(self, what: str) -> Callable[[Any], None]:
-        """A callback for the lab's progress."""
-
-        def tell(state: Any) -> None:
-            reused = f", {state.reused} from the store" if state.reused else ""
-            left = "" if state.remaining is None else f", about {_say_seconds(state.remaining)} left"
-            self.show(f"{what}: {state.done} of {state.total} runs{reused}{left}", state.fraction)
-
-        return tell
-
-
-def _say_seconds(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
-
-
-@contextmanager
-def progress_bar() -> Iterator[Bar]:
-    """A progress bar while a command works; without a terminal nothing is drawn."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as p:
-        yield Bar(p)
+    # A pipe has no width of its own: COLUMNS decides, else what fits beside a text.
+    piped = None if sys.stdout.isatty() else shutil.get_terminal_size((_PIPE_WIDTH, 24)).columns
+    return Console(highlight=False, width=piped)

@@ -74,7 +74,8 @@ def _trained(effort: Effort) -> Finding:
         + f", and after training on in {continued['solved_fraction']:.0%}."
     )
     return Finding(
-        f"recall, held-out loss (median of {counted(trained['n'], 'seed')}): trained with √dₖ {_loss(trained['loss_median'])}, "
+        f"recall, held-out loss (median of {counted(trained['n'], 'seed')}): trained with √dₖ "
+        f"{_loss(trained['loss_median'])}, "
         f"scale then removed {_loss(swapped['loss_median'])}, trained on without {_loss(continued['loss_median'])}; "
         f"without from the start {_loss(scratch['loss_median'])} (chance {RunSpec().make_task().chance_loss:.2g})",
         verdict,

@@ -98,7 +98,7 @@ class _Trained:
         solved = f"the task is solved {'as often as' if self.as_well else 'less often than'} with √dₖ"
         apart = self.paired["median_difference"]
         if apart is None or self.paired["wilcoxon_p"] > 0.05:
-            return f"{solved}, and {counted(self.paired['n'], 'seed')} {'does' if self.paired['n'] == 1 else 'do'} not tell the losses apart"
+            return f"{solved}, and the losses are not told apart by {counted(self.paired['n'], 'seed')}"
         return f"{solved}, at a loss that is {show_loss(abs(apart))} {'higher' if apart > 0 else 'lower'}"
 
     @property
@@ -164,8 +164,8 @@ def _temperature(effort: Effort) -> Finding:
         "Where it ends is not how sharp the head is: W_q and W_k can grow or shrink in its place."
     )
     return Finding(
-        f"entropy ratio at τ = ½, 1, 2 × √dₖ (dₖ 64, n 256): {ratios[0]:.3f}, {ratios[1]:.3f}, {ratios[2]:.3f}; learned per head, "
-        f"{found.words}; τ/√dₖ ends at {', '.join(f'{t:.2f}' for t in by_layer)} (layer by layer, median)",
+        f"entropy ratio at τ = ½, 1, 2 × √dₖ (dₖ 64, n 256): {ratios[0]:.3f}, {ratios[1]:.3f}, {ratios[2]:.3f}; "
+        f"learned per head, {found.words}; τ/√dₖ ends at {', '.join(f'{t:.2f}' for t in by_layer)} (layers, medians)",
         verdict if ordered else "wrong",
         why if found.decides else UNDECIDED.format(steps=effort.steps),
         {"entropy_ratio": ratios, **found.numbers},

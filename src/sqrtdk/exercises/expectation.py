@@ -1,4 +1,4 @@
-"""What rows of Gaussian attention are on average, exactly: theory at one σ, averaged over the lengths of the queries."""
+"""What rows of Gaussian attention are on average, exactly: theory at one σ, averaged over the lengths of q."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,7 @@ def gradients(
     ns: Sequence[int] = (16, 128, 1024),
     budget: int = BUDGET,
     seed: int = 0,
+    on_size: Callable[[str, float], None] | None = None,
 ) -> Record:
     """Show ∂softmax/∂input for uniform to one-hot rows, and measure gradients over dₖ × n for none, √dₖ and dₖ.
 
@@ -45,6 +46,7 @@ def gradients(
         ns: the numbers of keys n.
         budget: weights to measure per cell: a cell has budget/n rows, from 256 to 4096, in 16 to 256 independent draws.
         seed: of the random numbers; those of one cell do not depend on the other cells.
+        on_size: called before each size with its name and the share that is done.
 
     Returns:
         A record with the tables ``jacobians`` and ``vanish``: mean, median and 5th percentile over rows of 1 − Σp²,
@@ -58,13 +60,13 @@ def gradients(
     require_counts("d_ks", d_ks, 1)
     require_counts("ns", ns, 2)
     require_count("budget", budget, 1)
-    rows = []
-    for d_k in map(int, d_ks):
-        for n in map(int, ns):
-            sampled = sample_policies(d_k=d_k, n=n, **choose_effort(n, budget)._asdict(), seed=seed)
-            rows += [
-                {"d_k": d_k, "n": n, "scale": policy, **_summarise(measured)} for policy, measured in sampled.items()
-            ]
+    rows: list[dict[str, Any]] = []
+    sizes = [(int(d_k), int(n)) for d_k in d_ks for n in ns]
+    for index, (d_k, n) in enumerate(sizes):
+        if on_size is not None:
+            on_size(f"dₖ {d_k}, n {n}", index / len(sizes))
+        sampled = sample_policies(d_k=d_k, n=n, **choose_effort(n, budget)._asdict(), seed=seed)
+        rows += [{"d_k": d_k, "n": n, "scale": policy, **_summarise(measured)} for policy, measured in sampled.items()]
     jacobians = [_describe_example(name, weights) for name, weights in _EXAMPLES.items()]
     return Record(
         kind="gradients",

@@ -146,12 +146,13 @@ def _read(task: Task, summary: Sequence[Mapping[str, Any]], rows: Sequence[Mappi
             + f"solved by {solved} of {counted(row['n'], 'seed')}."
         )
     reached = [value for row in rows if (value := row["continued_steps_to_threshold"]) is not None]
+    seeds = counted(len(rows), "seed")
     if reached:
         sentences.append(
-            f"After the swap the training loss is below the threshold in {len(reached)} of {counted(len(rows), 'seed')}, "
+            f"After the swap the training loss is below the threshold in {len(reached)} of {seeds}, "
             f"first after {quartiles(reached).median:.0f} steps (median)."
         )
     else:
-        sentences.append(f"After the swap the training loss reaches the threshold in none of {counted(len(rows), 'seed')}.")
+        sentences.append(f"After the swap the training loss reaches the threshold in none of {seeds}.")
     sentences.append("Brackets hold the lower and upper quartile over the seeds, not a confidence interval.")
     return sentences
