@@ -1,11 +1,14 @@
 """The store: what is put is there, and a file that is not ours is left alone."""
 
+import os
 import sqlite3
+import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from sqrtdk.errors import InvalidValueError
+from sqrtdk.errors import InvalidValueError, SqrtdkError
 from sqrtdk.lab import RunRecord, RunSpec, Store
 from sqrtdk.lab.store import STORE_VERSION, identify_run, record_failure
 
@@ -99,3 +102,80 @@ def test_an_empty_file_becomes_a_store(tmp_path):
     with Store(path) as store:
         store.put(RunSpec(), DONE)
         assert len(store) == 1
+
+
+def fill(path, runs=40):
+    with Store(path) as store:
+        for seed in range(runs):
+            store.put(RunSpec(seed=seed), RunRecord(DONE.row, {"loss": [0.5] * 300}))
+
+
+def corrupt(path):
+    """Overwrite all pages but the first, which says what the file is."""
+    content = bytearray(path.read_bytes())
+    content[4096:] = b"\xa5" * (len(content) - 4096)
+    path.write_bytes(content)
+
+
+def test_corrupted_pages_are_one_error(tmp_path):
+    path = tmp_path / "runs.sqlite"
+    fill(path)
+    corrupt(path)
+    with (
+        pytest.raises(SqrtdkError, match=r"store .*runs\.sqlite is damaged \(.*\); move it away"),
+        Store(path) as store,
+    ):
+        store.get(RunSpec(seed=3))
+    with pytest.raises(SqrtdkError, match=r"is damaged"), Store(path) as store:
+        store.put(RunSpec(seed=100), DONE)
+
+
+def test_a_full_disk_is_one_error_and_keeps_what_was_there(tmp_path):
+    path = tmp_path / "runs.sqlite"
+    fill(path, 3)
+    with Store(path) as store:
+        pages = store._connection.execute("PRAGMA page_count").fetchone()[0]
+        store._connection.execute(f"PRAGMA max_page_count = {pages}")
+        with pytest.raises(
+            SqrtdkError, match=r"store .* cannot be written \(database or disk is full\); finished runs"
+        ):
+            store.put(RunSpec(seed=9), RunRecord(DONE.row, {"loss": [0.5] * 100_000}))
+        assert len(store) == 3
+
+
+@contextmanager
+def as_nobody():
+    """Root may write everything; nobody may not."""
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="other rights")
+@pytest.mark.parametrize("folder_too", [False, True])
+def test_a_store_that_may_only_be_read_is_called_so(folder_too):
+    with tempfile.TemporaryDirectory() as folder:  # not tmp_path: nobody may look into that
+        path = Path(folder) / "runs.sqlite"
+        fill(path, 2)
+        path.chmod(0o444)
+        os.chmod(folder, 0o555 if folder_too else 0o777)
+        with as_nobody(), pytest.raises(InvalidValueError) as caught:
+            Store(path)
+        os.chmod(folder, 0o755)
+    assert str(caught.value).startswith(f"store must be a file that can be written, got {path} (")
+
+
+def test_a_damaged_row_is_one_error(tmp_path):
+    path = tmp_path / "runs.sqlite"
+    fill(path, 1)
+    connection = sqlite3.connect(path)
+    connection.execute("UPDATE runs SET row = substr(row, 1, 20)")
+    connection.commit()
+    connection.close()
+    with Store(path) as store, pytest.raises(SqrtdkError, match="is damaged"):
+        store.get(RunSpec(seed=0))

@@ -273,3 +273,20 @@ def test_an_unguarded_script_is_told_so(tmp_path):
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode != 0
     assert "guarded by" in result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="reads /proc")
+@pytest.mark.parametrize("delay", [0.0, 0.1, 0.5, 1.5])
+def test_ctrl_c_while_workers_start_is_one_line(tmp_path, delay):
+    """The interrupt of a terminal reaches every process of the group, also those that are still importing."""
+    line = "ablate --steps 100000 --seeds 4 --workers 2"
+    command = [sys.executable, "-m", "sqrtdk", *line.split(), "--store", str(tmp_path / "runs.sqlite")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    wait_until(lambda: len(children_of(process.pid)) >= 2, 60)
+    time.sleep(delay)
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    lines = [line for line in err.splitlines() if "training" not in line]  # progress
+    assert lines == ["sqrtdk: interrupted; finished runs are in the store if one was given"]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from sqrtdk.errors import InvalidValueError
+from sqrtdk.errors import InvalidValueError, SqrtdkError
 from sqrtdk.lab.spec import RunSpec
 from sqrtdk.records import versions
 
@@ -80,8 +81,9 @@ class Store:
         path: the SQLite file, made if it is not there; None keeps the runs in memory.
 
     Raises:
-        InvalidValueError: the file is not such a store, or of another version, or its folder does not exist. The file
-            is left as it was.
+        InvalidValueError: the file is not such a store, of another version, cannot be written, or its folder does not
+            exist. The file is left as it was.
+        SqrtdkError: the file is damaged, or the disk is full; from `get` and `put` too.
 
     >>> with Store(None) as store:
     ...     store.put(RunSpec(), RunRecord({"status": "done", "final_loss": 0.5}))
@@ -90,19 +92,19 @@ class Store:
     """
 
     def __init__(self, path: Path | None) -> None:
+        self._path = path
         if path is not None:
             _require_usable(path)
-        try:
+        with _in_words(path):
             self._connection = _connect(path)
-        except sqlite3.OperationalError as error:
-            raise InvalidValueError(f"store must be a file that can be written, got {path} ({error})") from None
 
     def get(self, spec: RunSpec) -> RunRecord | None:
         """The finished run of this spec; None if there is none or it failed, as a failure deserves another try."""
-        found = self._connection.execute(
-            "SELECT row, curves FROM runs WHERE key = ? AND status != 'failed'", (spec.key,)
-        ).fetchone()
-        return None if found is None else RunRecord(json.loads(found[0]), json.loads(found[1]))
+        with _in_words(self._path):
+            found = self._connection.execute(
+                "SELECT row, curves FROM runs WHERE key = ? AND status != 'failed'", (spec.key,)
+            ).fetchone()
+            return None if found is None else RunRecord(json.loads(found[0]), json.loads(found[1]))
 
     def put(self, spec: RunSpec, record: RunRecord) -> None:
         """Keep a run; committed when this returns."""
@@ -115,10 +117,12 @@ class Store:
             json.dumps(versions()),
             time.time(),
         )
-        self._connection.execute("INSERT OR REPLACE INTO runs VALUES (?, ?, ?, ?, ?, ?, ?)", values)
+        with _in_words(self._path):
+            self._connection.execute("INSERT OR REPLACE INTO runs VALUES (?, ?, ?, ?, ?, ?, ?)", values)
 
     def __len__(self) -> int:
-        return int(self._connection.execute("SELECT COUNT(*) FROM runs").fetchone()[0])
+        with _in_words(self._path):
+            return int(self._connection.execute("SELECT COUNT(*) FROM runs").fetchone()[0])
 
     def close(self) -> None:
         """Close the file."""
@@ -133,6 +137,33 @@ class Store:
         self.close()
 
 
+@contextmanager
+def _in_words(path: Path | None) -> Iterator[None]:
+    """What SQLite reports, as an error that says what to do."""
+    try:
+        yield
+    except json.JSONDecodeError as error:
+        raise _damaged(path, error) from None
+    except sqlite3.DatabaseError as error:
+        # The low byte is the kind, the rest says where it happened.
+        kind = getattr(error, "sqlite_errorcode", 0) & 0xFF
+        if kind == sqlite3.SQLITE_CORRUPT:
+            raise _damaged(path, error) from None
+        if kind == sqlite3.SQLITE_NOTADB:
+            raise InvalidValueError(f"store must be a SQLite file made by sqrtdk, got {path} ({error})") from None
+        if kind in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
+            raise SqrtdkError(
+                f"store {path} cannot be written ({error}); finished runs in it are kept: make room and start again"
+            ) from None
+        if kind == sqlite3.SQLITE_BUSY:
+            raise SqrtdkError(f"store {path} is in use by another process ({error}); wait for it") from None
+        raise InvalidValueError(f"store must be a file that can be written, got {path} ({error})") from None
+
+
+def _damaged(path: Path | None, error: Exception) -> SqrtdkError:
+    return SqrtdkError(f"store {path} is damaged ({error}); move it away, or give another file")
+
+
 def _require_usable(path: Path) -> None:
     if not path.parent.is_dir():
         raise InvalidValueError(f"store must lie in a folder that exists, got {path}")
@@ -140,10 +171,8 @@ def _require_usable(path: Path) -> None:
         raise InvalidValueError(f"store must be a file, got the folder {path}")
     if not path.exists() or path.stat().st_size == 0:
         return
-    try:
+    with _in_words(path):
         application, version, tables = _read_identity(path)
-    except sqlite3.DatabaseError as error:
-        raise InvalidValueError(f"store must be a SQLite file made by sqrtdk, got {path} ({error})") from None
     if application == 0 and tables == 0:
         return  # A sweep was killed between making the file and making its table.
     if application != _APPLICATION_ID:

@@ -8,8 +8,10 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 
@@ -197,11 +199,29 @@ class _Worker:
     spec: RunSpec | None = None
 
 
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Hold Ctrl-C back while a process is started, which inherits that: it imports for seconds before `_serve` runs.
+
+    The parent gets an interrupt that came meanwhile right after.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    resource_tracker.ensure_running()  # it sets the mask itself when it is first started
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _start_worker() -> _Worker:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs,), name="sqrtdk-lab", daemon=True)
-    process.start()
+    with _interrupts_held():
+        process.start()
     theirs.close()  # else the worker's end would never read as closed here
     return _Worker(process, ours)
 
