@@ -5,16 +5,19 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 REPORT := sqrtdk-report.html
 RUNS := build/runs.sqlite
-# Two test processes on two cores: BLAS threads of their own would only wait for each other.
-# A build that fails must fail: without this the package would install as pure Python and merely be slow.
-export SQRTDK_REQUIRE_KERNEL := 1
 KERNEL := CMakeLists.txt $(wildcard kernel/*.h kernel/*.cpp bindings/*.cpp)
+COMPILED := $(BIN)/python -c "import sqrtdk._kernel" 2>/dev/null
+# Two test processes on two cores: BLAS threads of their own would only wait for each other.
 PYTEST := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest
 
 comma := ,
 
 .DEFAULT_GOAL := help
-.PHONY: help setup kernel run test check lint test-long test-all sanitize wheel bench clean
+.PHONY: help setup kernel run compiler compiled test check lint test-long test-all sanitize wheel bench clean
+
+# What is tested, measured or shipped has the kernel: there a build that fails must fail. Elsewhere the package installs as
+# pure Python where it cannot be compiled, and says so.
+test check test-long sanitize wheel bench compiled: export SQRTDK_REQUIRE_KERNEL := 1
 
 help:
 	@echo "make run       set up and write $(REPORT): claims, exercises, ablation"
@@ -32,17 +35,18 @@ help:
 # A stamp per set of packages, renewed when what it depends on changes.
 $(VENV)/base.stamp: constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	command -v $${CXX:-c++} >/dev/null || { apt-get update -qq && apt-get install -y -qq g++ >/dev/null; }
 	$(PIP) scikit-build-core nanobind cmake ninja
 	touch $@
 
 $(VENV)/run.stamp: $(VENV)/base.stamp pyproject.toml
 	$(PIP) --no-compile --no-build-isolation -e ".[torch,report]"
+	@cat $(KERNEL) | cksum > $(VENV)/kernel.sum
 	touch $@
 
 # The installed kernel is a copy: changed sources are compiled (only what changed) and installed again.
 $(VENV)/kernel.stamp: $(VENV)/run.stamp $(KERNEL)
-	$(PIP) --no-build-isolation --no-deps -e .
+	@cat $(KERNEL) | cksum | cmp -s - $(VENV)/kernel.sum || $(PIP) --no-build-isolation --no-deps -e .
+	@cat $(KERNEL) | cksum > $(VENV)/kernel.sum
 	touch $@
 
 $(VENV)/dev.stamp: $(VENV)/run.stamp
@@ -55,16 +59,28 @@ $(VENV)/models.stamp: $(VENV)/dev.stamp
 
 setup: $(VENV)/dev.stamp $(VENV)/kernel.stamp
 
+# Tried again where it could not be compiled before.
 kernel: $(VENV)/kernel.stamp
+	@$(COMPILED) || $(PIP) --no-build-isolation --no-deps -e .
+
+# For the targets that need it, and only there: other machines may have neither compiler nor root.
+compiler:
+	@command -v $${CXX:-c++} >/dev/null || { apt-get update -qq && apt-get install -y -qq g++ >/dev/null; }
+
+# An installation without the kernel, as `make run` makes it where there is no compiler, is made good.
+compiled: compiler $(VENV)/kernel.stamp
+	@$(COMPILED) || $(PIP) --no-build-isolation --no-deps -e .
+	@$(COMPILED)
 
 run: $(VENV)/kernel.stamp
 	@mkdir -p build
+	@$(COMPILED) || echo "sqrtdk is installed WITHOUT its kernel (no working C++ compiler): attention runs in NumPy, the same but slower"
 	$(BIN)/sqrtdk report --output $(REPORT) --store $(RUNS)
 
-test: setup
+test: compiler setup compiled
 	$(PYTEST) -n 2 -m "not long"
 
-check: setup
+check: compiler setup compiled
 	$(BIN)/ruff check .
 	$(PYTEST) -n 2 -m "not slow and not long"
 
@@ -74,7 +90,7 @@ lint: $(VENV)/dev.stamp
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test-long: $(VENV)/models.stamp $(VENV)/kernel.stamp
+test-long: compiler $(VENV)/models.stamp compiled
 	command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; }
 	$(PYTEST) -m long
 
@@ -89,16 +105,16 @@ define sanitized
 endef
 
 # The thread sanitizer finds no room for its shadow under the address randomisation of some systems: off for its run.
-sanitize: $(VENV)/base.stamp
+sanitize: compiler $(VENV)/base.stamp
 	$(call sanitized,sanitize,address$(comma)undefined,)
 	$(call sanitized,sanitize-thread,thread,setarch -R)
 
-wheel: setup
+wheel: compiler setup compiled
 	@mkdir -p dist
 	$(BIN)/python -c "from scikit_build_core.build import build_sdist; print(build_sdist('dist'))"
 	$(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
 
-bench: setup
+bench: compiler setup compiled
 	@mkdir -p build
 	$(BIN)/sqrtdk bench --output build/benchmark.json
 

@@ -121,3 +121,35 @@ def test_the_source_distribution_builds_a_wheel_with_the_kernel_and_again_quickl
     out, err = run_unpacked(wheel, tmp_path / "unpacked", CALL_TWICE)
     assert "SqrtdkWarning" not in err
     assert "Attention runs on reference" not in out
+
+
+def plan(target, *options):
+    """What `make` would do on a fresh clone, line by line."""
+    command = ["make", "--dry-run", "VENV=/nonexistent/venv", *options, target]
+    kept = {name: value for name, value in os.environ.items() if name != "SQRTDK_REQUIRE_KERNEL"}
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60, env=kept).stdout
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make here")
+def test_make_run_needs_neither_root_nor_compiler():
+    for target in ("run", "setup", "kernel", "lint"):
+        assert "apt-get" not in plan(target), target
+    for target in ("test", "check", "test-long", "sanitize"):
+        lines = plan(target).splitlines()
+        (first, *_) = [index for index, line in enumerate(lines) if "apt-get" in line]
+        builds = [index for index, line in enumerate(lines) if "-e " in line or "cmake --build" in line]
+        assert builds, target
+        assert first < builds[0], target
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make here")
+def test_the_kernel_is_required_by_what_is_tested_measured_or_shipped(tmp_path):
+    probe = tmp_path / "probe.mk"
+    targets = {"run": "", "setup": "", "kernel": "", "lint": ""}
+    targets |= dict.fromkeys(("test", "check", "test-long", "sanitize", "wheel", "bench"), "1")
+    # A prerequisite sees the variables of its target, and a dry run shows them expanded.
+    probe.write_text(
+        f"include Makefile\n{' '.join(targets)}: probe\nprobe:\n\techo required=$(SQRTDK_REQUIRE_KERNEL).\n"
+    )
+    for target, required in targets.items():
+        assert f"required={required}." in plan(target, "-f", str(probe)), target
