@@ -128,7 +128,7 @@ def make_bench() -> Record:
         spec={"cpu": "a CPU", "backend": "avx512", "threads": 2, "dtype": "float32", "seed": 0},
         tables={"ratios": [row | errors for row in ratios], "memory": memory, "left_out": []},
         curves={"growth": growth},
-        reading=["Made by hand."],
+        reading=["a CPU: sqrtdk is 1.40 times as fast as torch SDPA."],
     )
 
 

@@ -372,10 +372,30 @@ def test_figure_shows_every_ratio_with_its_interval():
     ]
 
 
-def test_figure_of_nothing_is_a_figure(tiny):
+def test_nothing_is_not_drawn(tiny):
     record = replace(run_benchmark(["overhead"], rounds=5, backend="reference"), curves={})
     emptied = replace(record, tables={name: [] for name in record.tables})
-    assert figure_for(emptied).panels[0].title == "Nothing was measured"
+    with pytest.raises(InvalidValueError, match="must hold a number to draw"):
+        figure_for(emptied)
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_busy_machine_is_said_and_is_an_error(tiny, monkeypatch, capsys, tmp_path, as_json):
+    monkeypatch.setattr(benchmark, "Prober", lambda level, threads: Script(GOOD, BAD))
+    raw, figure = tmp_path / "bench.json", tmp_path / "bench.png"
+    line = f"bench --suite overhead --rounds 5 --backend reference --output {raw} --plot {figure}"
+    with pytest.raises(SystemExit) as ended:
+        main([*line.split(), *(["--json"] if as_json else [])])
+    out, err = capsys.readouterr()
+    assert ended.value.code == 1
+    assert "sqrtdk: the machine was too busy: in no case did 5 rounds count, so there is no figure; try again" in err
+    assert not figure.exists()
+    assert json.loads(raw.read_text())["ratios"][0]["ratio"] is None
+    if as_json:
+        assert json.loads(out)["ratios"]
+    else:
+        assert "–" not in out  # no table of dashes
+        assert "the machine was too busy, no ratio was measured." in " ".join(out.split())
 
 
 def test_command_writes_json_and_figure(tiny, capsys, tmp_path):
@@ -403,8 +423,8 @@ def test_command_writes_json_and_figure(tiny, capsys, tmp_path):
         (["--rounds", "4"], "rounds must be at least 5 for an interval, got 4"),
         (["--threads", "0"], "count must lie between 1 and 256, got 0"),
         (["--backend", "sse"], "unknown backend 'sse'; known: avx2, avx512, portable, reference"),
-        (["--output", "no/such/place.json"], "path must lie in an existing directory"),
-        (["--plot", "figure.pdf"], "path must end in .png, .svg, .html"),
+        (["--output", "no/such/place.json"], "--output must lie in an existing directory"),
+        (["--plot", "figure.pdf"], "--plot must end in .png, .svg, .html"),
     ],
 )
 def test_wrong_options_are_one_line(arguments, message, capsys):

@@ -4,11 +4,12 @@ import itertools
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from example_records import POLICIES, every_kind, make_ablation, make_claims, make_swap
 from sqrtdk.errors import InvalidValueError
-from sqrtdk.exercises import gradients, temperature
+from sqrtdk.exercises import explain, gradients, saturation, temperature, variance
 from sqrtdk.report import figure_for, figure_kinds, learning_figures
 from sqrtdk.report.figure import Axis, Band, Figure, Heatmap, Line, Panel, Points, numbers
 from sqrtdk.report.palette import VERDICT_COLOURS, policy_colour
@@ -68,18 +69,56 @@ def test_temperature_patterns_share_one_colour_range():
     record = every_kind()["temperature"]
     maps = series_of(figure_for(record), Heatmap)
     assert len(maps) == 3
-    assert len({(heatmap.low, heatmap.high) for heatmap in maps}) == 1
-    largest = max(value for pattern in record.curves["patterns"] for row in pattern["weights"] for value in row)
-    assert maps[0].high == largest
-    assert [list(map(list, heatmap.z)) for heatmap in maps] == [
-        pattern["weights"] for pattern in record.curves["patterns"]
-    ]
+    assert {(heatmap.low, heatmap.high) for heatmap in maps} == {(-2.0, 0.0)}  # 0.1/n, rounded down to a power of ten
+    for heatmap, pattern in zip(maps, record.curves["patterns"], strict=True):
+        assert heatmap.ticks == ((-2.0, "0.01"), (-1.0, "0.1"), (0.0, "1"))
+        np.testing.assert_allclose(heatmap.z, np.maximum(np.log10(pattern["weights"]), -2.0), rtol=1e-12)
 
 
-@pytest.mark.parametrize("relatives", [(1.0,), (0.5, 1.0), (0.25, 0.5, 1.0, 2.0, 4.0)])
-def test_temperature_figure_for_any_number_of_temperatures(relatives):
+@pytest.mark.parametrize("count", [1, 2, 5, 7, 20])
+def test_temperature_figure_for_any_number_of_temperatures(count):
+    relatives = tuple(2.0 ** (index - count // 2) for index in range(count))
     record = temperature(d_k=4, n=4, relatives=relatives, queries=2, draws=8)
-    assert len(series_of(figure_for(record), Heatmap)) == len(relatives)
+    figure = figure_for(record)
+    assert len(series_of(figure, Heatmap)) == min(count, 9)
+    assert ("at 9 of the 20 temperatures" in figure.caption) == (count == 20)
+    summary = panel_named(figure, "Entropy ratio H/ln n")
+    assert len(summary.x.ticks) <= 8
+    assert len(summary.series) == count
+    rows = record.tables["temperature"]
+    assert f"{rows[0]['entropy_ratio']:.2f}" in figure.title
+    assert f"{rows[-1]['entropy_ratio']:.2f}" in figure.title
+
+
+def test_soft_patterns_are_not_black():
+    """A uniform row lies in the upper half of the colours, where the linear scale of a one-hot one showed nothing."""
+    figure = figure_for(temperature(d_k=64, n=32, relatives=(0.1, 8.0), draws=8))
+    soft = series_of(figure, Heatmap)[-1]
+    assert np.mean(soft.z) > (soft.low + soft.high) / 2 - 0.1
+
+
+def test_variance_of_many_sizes_shows_some_distributions_and_says_so():
+    record = variance(d_ks=tuple(2**i for i in range(14)), samples=200)
+    figure = figure_for(record)
+    assert len(figure.panels[0].x.ticks) <= 10
+    assert [len(panel.series) for panel in figure.panels[1:]] == [4, 4]
+    assert "at 4 of the 14 sizes" in figure.caption
+    rows = [row for row in record.tables["variance"] if row["scale"] == "none"]
+    assert f"{rows[0]['measured']:.3g} at dₖ = 1 to {rows[-1]['measured']:.3g} at dₖ = 8192" in figure.title
+
+
+def test_saturation_beyond_the_sweep_is_not_drawn_into_it():
+    figure = figure_for(saturation(largest=1.0))
+    assert figure.title.endswith("saturates at x = 5.04, beyond the sweep to 1")
+    assert not [line for panel in figure.panels for line in panel.lines]
+    assert "dashed" not in figure.caption
+    assert figure.panels[0].x.high < 1.1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_titles_state_a_number(kind):
+    """A title that names a topic only says nothing; every finding here has a number."""
+    assert any(letter.isdigit() for letter in figure_for(every_kind()[kind]).title)
 
 
 def test_gradient_heat_maps_are_centred_on_zero():
@@ -120,9 +159,16 @@ def test_explanation_shows_measured_points_at_their_index():
 
 
 def test_law_is_left_out_where_it_is_not_trusted():
-    panel = panel_named(figure_for(every_kind()["explain"]), "Entropy ratio H/ln n")
-    law = panel.series[0]
-    assert all(math.isnan(y) == (0.5 < x < 2.0) for x, y in zip(law.x, law.y, strict=True) if abs(x - 0.5) > 1e-9)
+    figure = figure_for(explain(d_k=64, n=1024, draws=8, queries=4))
+    for title, trusted in (("Entropy ratio H/ln n", lambda x: x <= 0.5), ("Concentration Σp²", lambda x: x >= 2)):
+        law = panel_named(figure, title).series[0]
+        assert law.dash == "dash"
+        assert all(math.isnan(y) != trusted(x) for x, y in zip(law.x, law.y, strict=True) if abs(x - 0.5) > 1e-9)
+    few = figure_for(every_kind()["explain"])  # n = 32
+    assert "Dashed" in figure.caption
+    assert "law, n → ∞" in figure.legend()
+    assert "Dashed" not in few.caption
+    assert "law, n → ∞" not in few.legend()
 
 
 def test_claims_figure_has_one_mark_per_claim():
@@ -159,7 +205,7 @@ def test_ablation_shows_every_final_loss():
 def test_ablation_counts_runs_without_a_loss_and_follows_the_others():
     figure = figure_for(make_ablation(seeds=3, diverged=True))
     panel = panel_named(figure, "Final held-out loss")
-    assert [label for _, label in panel.y.ticks] == ["no scaling (1 without)", "1/√dₖ", "1/dₖ"]
+    assert [label for _, label in panel.y.ticks] == ["no scaling (1 diverged)", "1/√dₖ", "1/dₖ"]
     bold = next(line for line in panel_named(figure, "Training loss").series if line.group == "no scaling")
     assert bold.x == (0.0, 10.0, 20.0, 30.0, 40.0, 50.0)
 
@@ -220,13 +266,27 @@ def test_swap_shows_the_stages_of_every_seed():
     assert panel.series[-1].y == (0.01, 0.07, 0.53, 2.6)
 
 
-def test_swap_with_a_missing_loss_is_drawn_from_the_rest():
+def test_swap_with_a_diverged_seed_has_the_median_of_the_table():
     record = make_swap()
     rows = [dict(row) for row in record.tables["swap"]]
     rows[0]["continued_loss"] = None
     panel = figure_for(replace(record, tables={**record.tables, "swap": rows})).panels[0]
     assert math.isnan(panel.series[0].y[2])
-    assert panel.series[-1].y[2] == 1.03
+    assert math.isnan(panel.series[-1].y[2])  # of two seeds one is infinite, and so is their median
+    assert panel.x.ticks[2] == (2.0, "continued (∞)")
+
+
+@pytest.mark.parametrize("lost", [1, 2, 3])
+def test_medians_of_diverged_runs_are_those_of_the_table(lost):
+    record = make_ablation(seeds=5)
+    runs = [dict(row) for row in record.tables["runs"]]
+    for row in runs:
+        if row["scale"] == "none" and row["seed"] < lost:
+            row |= {"status": "diverged", "final_loss": None}
+    losses = sorted(row["final_loss"] or math.inf for row in runs if row["scale"] == "none")
+    panel = panel_named(figure_for(replace(record, tables={**record.tables, "runs": runs})), "Final held-out loss")
+    bar = next(series for series in panel.series if isinstance(series, Line))
+    assert bar.x[0] == losses[2] or (math.isinf(losses[2]) and math.isnan(bar.x[0]))
 
 
 # The data model

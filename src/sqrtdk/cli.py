@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -281,6 +282,8 @@ def bench(
 ) -> None:
     """Time attention beside its peers: paired ratios, shares of the probed peak, errors, memory, growth."""
     from sqrtdk.bench import run_benchmark, write_raw
+    from sqrtdk.bench.summary import keep_measured, was_too_busy
+    from sqrtdk.bench.timing import FEWEST_ROUNDS
     from sqrtdk.report.files import require_directory
 
     _require_drawable(plot)
@@ -294,8 +297,17 @@ def bench(
         )
     if output is not None:
         write_raw(record, output)
-    shown = ("ratios", "timings", "costs", "growth", "memory", "left_out")
-    _present(record, dict.fromkeys(shown), json, plot, curves=False)
+    busy = was_too_busy(record)
+    # JSON has every case; tables and figures show what was measured.
+    shown = record if json else replace(record, tables=keep_measured(record))
+    tables = ("ratios", "timings", "costs", "growth", "memory", "left_out")
+    _present(shown, dict.fromkeys(tables), json, None if busy else plot, curves=False)
+    if busy:
+        _fail(
+            f"the machine was too busy: in no case did {FEWEST_ROUNDS} rounds count"
+            f"{'' if plot is None else ', so there is no figure'}; try again when it is idle, or with more --rounds",
+            1,
+        )
 
 
 @app.command(epilog="Example: sqrtdk report --output report.html --store runs.sqlite --seeds 8")

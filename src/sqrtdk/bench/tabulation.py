@@ -21,6 +21,7 @@ from sqrtdk.bench.memory import Peak
 from sqrtdk.bench.probes import Probe
 from sqrtdk.bench.task import Array
 from sqrtdk.bench.timing import Measurement, Ratio, is_enough
+from sqrtdk.records import Record, counted
 
 Rows = list[dict[str, Any]]
 _RESAMPLES = 1000
@@ -216,6 +217,21 @@ def tabulate_left_out(missing: dict[str, str], found: Sequence[Measurement]) -> 
     return rows
 
 
+def keep_measured(record: Record) -> dict[str, Rows]:
+    """The tables without rows that hold no number, as those of cases in which too few rounds counted."""
+    value_of = {"ratios": "ratio", "timings": "milliseconds", "costs": "percent"}
+    return {
+        name: [dict(row) for row in rows if name not in value_of or row[value_of[name]] is not None]
+        for name, rows in record.tables.items()
+    }
+
+
+def was_too_busy(record: Record) -> bool:
+    """Whether there were ratios to measure and none could be."""
+    ratios = record.tables["ratios"]
+    return bool(ratios) and all(row["ratio"] is None for row in ratios)
+
+
 def read_tables(tables: dict[str, Rows], about: str) -> list[str]:
     """Sentences from the tables; the first is the headline."""
     sentences = [_read_headline(tables["ratios"], about), *_read_ratios(tables["ratios"])]
@@ -242,14 +258,14 @@ def read_tables(tables: dict[str, Rows], about: str) -> list[str]:
 def _read_headline(ratios: Rows, about: str) -> str:
     known = [row for row in ratios if row["ratio"] is not None]
     if not known:
-        return f"{about}: no ratio was measured."
+        return f"{about}: the machine was too busy, no ratio was measured." if ratios else f"{about}."
     first = known[0]
     chosen = [row for row in known if all(row[name] == first[name] for name in ("suite", "subject", "peer"))]
     speeds = [row["ratio"] for row in chosen]
     middle = math.exp(float(np.mean(np.log(speeds))))
     return (
         f"{about}: {first['subject']} is {middle:.2f} times as fast as {first['peer']} (geometric mean over "
-        f"{len(chosen)} cases of the suite {first['suite']}, from {min(speeds):.2f} to {max(speeds):.2f})."
+        f"{counted(len(chosen), 'case')} of the suite {first['suite']}, from {min(speeds):.2f} to {max(speeds):.2f})."
     )
 
 

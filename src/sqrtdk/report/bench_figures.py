@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqrtdk.records import Record, Row
+from sqrtdk.errors import InvalidValueError
+from sqrtdk.records import Record, Row, counted
 from sqrtdk.report.figure import Axis, Dash, Figure, Line, Panel, Points, ReferenceLine, Series, Symbol, numbers
 from sqrtdk.report.palette import NEUTRAL
 
@@ -45,19 +46,20 @@ _CLOSE_TICKS = (0.5, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0)
 
 def show_bench(record: Record) -> Figure:
     """One panel per suite with time of the peer over time of sqrtdk, then time and memory over N."""
-    ratios = record.tables["ratios"]
+    ratios = [row for row in record.tables["ratios"] if row["ratio"] is not None]
     suites = {suite: [row for row in ratios if _place_of(row) == suite] for suite in _TITLES}
     panels = [_show_ratios(_TITLES[suite], rows) for suite, rows in suites.items() if rows]
-    if record.curves.get("growth"):
-        panels.append(_show_growth(record.curves["growth"]))
-    if record.tables["memory"]:
+    growth = [curve for curve in record.curves.get("growth", ()) if any(curve["milliseconds"])]
+    if growth:
+        panels.append(_show_growth(growth))
+    if any(row["mebibytes"] is not None for row in record.tables["memory"]):
         panels.append(_show_memory(record.tables["memory"]))
     if not panels:
-        panels.append(Panel("Nothing was measured", Axis(), Axis(), (Points((), (), NEUTRAL),)))
+        raise InvalidValueError("record must hold a number to draw, got a benchmark in which no round counted")
     most = max((len({row["case"] for row in rows}) for rows in suites.values()), default=0)
     spec = record.spec
     return Figure(
-        f"Attention on {spec['cpu']}: {spec['backend']}, {spec['threads']} threads, {spec['dtype']}",
+        record.headline or f"{spec['cpu']}, {spec['backend']}, {counted(spec['threads'], 'thread')}, {spec['dtype']}",
         tuple(panels),
         columns=2,
         panel_height=max(280, 70 + 25 * most),

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
-from sqrtdk.records import Record
-from sqrtdk.report.figure import Axis, Dash, Figure, Heatmap, Line, Note, Panel, Points, ReferenceLine, Series, numbers
+from sqrtdk.records import Record, Row, counted
+from sqrtdk.report.figure import (
+    Axis,
+    Dash,
+    Figure,
+    Heatmap,
+    Line,
+    Note,
+    Panel,
+    Points,
+    ReferenceLine,
+    Series,
+    name_ticks,
+    numbers,
+    spread_out,
+)
 from sqrtdk.report.palette import ACCENT, NEUTRAL, policy_colour, policy_label
 
 _POLICIES = ("none", "sqrt", "inverse")
 # For sizes and quantities: the colours of the three policies stand for the policies alone.
 _OTHER_COLOURS = (ACCENT, "#b08900", "#0f9fb0", NEUTRAL)
 _DASHES: tuple[Dash, ...] = ("solid", "dash", "dot")
+# More curves or maps than this show less.
+_MOST_DENSITIES, _MOST_PATTERNS = 4, 9
 
 
 def show_variance(record: Record) -> Figure:
@@ -38,24 +55,40 @@ def show_variance(record: Record) -> Figure:
         )
     spread = Panel(
         "Standard deviation",
-        Axis("dₖ", log=True, ticks=tuple((float(d), str(d)) for d in sizes)),
+        Axis("dₖ", log=True, ticks=name_ticks(sizes)),
         Axis("standard deviation of the logits", log=True),
         tuple(series),
     )
+    shown = spread_out(sizes, _MOST_DENSITIES)
+    where = "each size" if shown == sizes else f"{len(shown)} of the {len(sizes)} sizes"
     return Figure(
-        "Spread of q·k for independent unit-variance q and k",
+        _state_spread(rows),
         (
             spread,
-            _show_densities(record, "none", "Scores, unscaled"),
-            _show_densities(record, "sqrt", "Scores divided by √dₖ"),
+            _show_densities(record, shown, "none", "Scores, unscaled"),
+            _show_densities(record, shown, "sqrt", "Scores divided by √dₖ"),
         ),
-        caption="Left: lines are the law, dots the measurement; its 95% intervals are smaller than the dots. "
-        "Middle and right: the distribution of the scores at each size.",
+        caption="Left: lines are the law, dots the measurement with its 95% interval. Middle and right: the "
+        f"distribution of the scores at {where}.",
     )
 
 
-def _show_densities(record: Record, policy: str, title: str) -> Panel:
-    mine = [curve for curve in record.curves["densities"] if curve["scale"] == policy]
+def _state_spread(rows: Sequence[Row]) -> str:
+    found = {
+        policy: sorted((row["d_k"], row["measured"]) for row in rows if row["scale"] == policy) for policy in _POLICIES
+    }
+    (low_size, low), (high_size, high) = found["none"][0], found["none"][-1]
+    root = [measured for _, measured in found["sqrt"]]
+    if low_size == high_size:
+        return f"Scores at dₖ = {low_size} have standard deviation {low:.3g}, divided by √dₖ {root[0]:.2f}"
+    return (
+        f"The standard deviation of q·k goes from {low:.3g} at dₖ = {low_size} to {high:.3g} at dₖ = {high_size}; "
+        f"divided by √dₖ it stays between {min(root):.2f} and {max(root):.2f}"
+    )
+
+
+def _show_densities(record: Record, sizes: Sequence[int], policy: str, title: str) -> Panel:
+    mine = [curve for curve in record.curves["densities"] if curve["scale"] == policy and curve["d_k"] in sizes]
     series = tuple(
         Line(
             numbers(curve["x"]),
@@ -74,8 +107,10 @@ def show_saturation(record: Record) -> Figure:
     curves = record.curves
     x = numbers(curves["x"])
     main = next(row for row in record.tables["points"] if row["main"])
-    marks = (ReferenceLine(main["x"], f"saturated, x = {main['x']:.2f}", "vertical"),)
-    axis = Axis("x")
+    end = float(record.spec["largest"])
+    within = main["x"] <= end
+    marks = (ReferenceLine(main["x"], f"saturated, x = {main['x']:.2f}", "vertical", "start"),) if within else ()
+    axis = Axis("x", low=0.0, high=1.02 * end)
     violet, amber, teal, grey = _OTHER_COLOURS
     others = int(record.spec["zeros"])
     weights = Panel(
@@ -131,9 +166,10 @@ def show_saturation(record: Record) -> Figure:
         ),
     )
     return Figure(
-        f"softmax of x and {others} zeros",
+        f"softmax of x and {counted(others, 'zero')} saturates at x = {main['x']:.2f}"
+        + ("" if within else f", beyond the sweep to {end:g}"),
         (weights, sensitivity, points),
-        caption=f"The dashed line marks the main definition: {main['definition']}.",
+        caption=f"{'The dashed line marks the' if within else 'The'} main definition: {main['definition']}.",
     )
 
 
@@ -145,39 +181,63 @@ def show_temperature(record: Record) -> Figure:
     """Attention patterns by temperature, and what the temperature does to entropy and gradients."""
     rows = record.tables["temperature"]
     patterns = record.curves["patterns"]
-    top = max(max(map(max, pattern["weights"])) for pattern in patterns)
+    # Logarithmic: on a linear scale that holds a one-hot row, every softer one would be black.
+    lowest = math.floor(math.log10(0.1 / record.spec["n"]))
+    decades = tuple((float(power), f"{10.0**power:g}") for power in range(lowest, 1))
+    shown = spread_out(patterns, _MOST_PATTERNS)
     panels = [
         Panel(
             f"τ = {_name_temperature(pattern['relative'])}",
             Axis("key"),
             Axis("query"),
-            (Heatmap(tuple(numbers(row) for row in pattern["weights"]), 0.0, top, colour_bar=pattern is patterns[-1]),),
+            (
+                Heatmap(
+                    tuple(
+                        numbers(max(math.log10(max(w, 1e-300)), float(lowest)) for w in row)
+                        for row in pattern["weights"]
+                    ),
+                    float(lowest),
+                    0.0,
+                    colour_bar=pattern is shown[-1],
+                    ticks=decades,
+                ),
+            ),
         )
-        for pattern in patterns
+        for pattern in shown
     ]
-    ticks = tuple((float(index), _name_temperature(row["relative"])) for index, row in enumerate(rows))
-    axis = Axis("temperature τ", ticks=ticks, low=-0.5, high=len(rows) - 0.5)
+    ticks = tuple((float(index), f"{row['relative']:g}") for index, row in enumerate(rows))
+    axis = Axis("τ/√dₖ", ticks=tuple(spread_out(ticks, 8)), low=-0.5, high=len(rows) - 0.5)
     for title, names, label in (
         (
             "Entropy ratio H/ln n",
             ("entropy_ratio", "entropy_ratio_low", "entropy_ratio_high"),
             "1 = uniform, 0 = one-hot",
         ),
-        ("Saturation index and Jacobian trace", ("saturation_index", "jacobian_trace"), "ρ (dots), 1 − Σp² (diamonds)"),
+        ("ρ (dots) and 1 − Σp² (diamonds)", ("saturation_index", "jacobian_trace"), ""),
         ("Mean gradient ‖∂loss/∂q‖", ("grad_q", "grad_q_low", "grad_q_high"), "norm"),
     ):
         panels.append(_show_by_temperature(rows, title, names, label, axis))
+    of = f"{len(shown)} of the {len(rows)} temperatures" if len(shown) < len(rows) else "each temperature"
     return Figure(
-        f"Attention at three temperatures, dₖ = {record.spec['d_k']}, n = {record.spec['n']}"
-        if len(rows) == 3
-        else f"Attention by temperature, dₖ = {record.spec['d_k']}, n = {record.spec['n']}",
+        _state_temperatures(rows, record.spec["d_k"], record.spec["n"]),
         tuple(panels),
-        columns=3 if len(rows) == 3 else min(len(rows), 4),
+        columns=3,
         panel_height=250,
-        caption="Top: weights of the same queries and keys, one colour range for all. Bottom: means over all draws; "
-        "the bars are 95% "
-        "intervals, mostly smaller than the dots.",
+        caption=f"Maps: weights of the same queries and keys at {of}, one logarithmic colour range. Dots: means over "
+        "all draws; the bars of H/ln n and of the gradient are 95% intervals.",
     )
+
+
+def _state_temperatures(rows: Sequence[Row], d_k: int, n: int) -> str:
+    sharp, soft = rows[0], rows[-1]
+    if len(rows) == 1:
+        ends = f"at τ = {_name_temperature(sharp['relative'])} the entropy ratio is {sharp['entropy_ratio']:.2f}"
+    else:
+        ends = (
+            f"from τ = {_name_temperature(sharp['relative'])} to {_name_temperature(soft['relative'])} the entropy "
+            f"ratio goes from {sharp['entropy_ratio']:.2f} to {soft['entropy_ratio']:.2f}"
+        )
+    return f"dₖ = {d_k}, n = {n}: {ends}"
 
 
 def _name_temperature(relative: float) -> str:

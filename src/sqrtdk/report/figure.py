@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
 from sqrtdk.errors import InvalidValueError
 
+T = TypeVar("T")
 Numbers: TypeAlias = tuple[float, ...]
 Dash: TypeAlias = Literal["solid", "dash", "dot"]
 Symbol: TypeAlias = Literal["circle", "diamond", "cross", "square"]
@@ -104,7 +105,10 @@ class Band:
 
 @dataclass(frozen=True)
 class Heatmap:
-    """A matrix as colours, first row on top, with a text in each cell if given; its colour range is part of it."""
+    """A matrix as colours, first row on top, with a text in each cell if given; its colour range is part of it.
+
+    `ticks` names values on the colour bar, as those of logarithms.
+    """
 
     z: tuple[Numbers, ...]
     low: float
@@ -112,6 +116,7 @@ class Heatmap:
     colours: ColourScale = "sequential"
     text: tuple[tuple[str, ...], ...] | None = None
     colour_bar: bool = True
+    ticks: tuple[tuple[float, str], ...] | None = None
 
     def __post_init__(self) -> None:
         if self.text is not None:
@@ -139,6 +144,28 @@ class Axis:
             raise InvalidValueError("Axis must get low and high together, got one of them")
         if self.log and self.low is not None and self.low <= 0:
             raise InvalidValueError(f"a logarithmic Axis must start above 0, got {self.low}")
+
+
+def name_ticks(values: Iterable[float], most: int = 10) -> tuple[tuple[float, str], ...]:
+    """Ticks at values, named by them; of many only some, the ends among them, so that names do not overlap.
+
+    >>> name_ticks([4, 64])
+    ((4.0, '4'), (64.0, '64'))
+    >>> [name for _, name in name_ticks(range(1, 22), most=3)]
+    ['1', '11', '21']
+    """
+    return tuple((float(value), f"{value:g}") for value in spread_out(sorted(set(values)), most))
+
+
+def spread_out(values: Sequence[T], most: int) -> list[T]:
+    """At most so many of the values, evenly over their order, the first and the last among them.
+
+    >>> spread_out("abcdefg", 4)
+    ['a', 'c', 'e', 'g']
+    """
+    if len(values) <= most:
+        return list(values)
+    return [values[round(index * (len(values) - 1) / (most - 1))] for index in range(most)]
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sqrtdk.errors import unknown_name
-from sqrtdk.records import Record
+from sqrtdk.records import Record, counted
 from sqrtdk.report import bench_figures, exercise_figures, gradient_figures, learning_figures
 from sqrtdk.report.figure import Axis, Figure, Panel, Points, numbers
 from sqrtdk.report.palette import NEUTRAL, VERDICT_COLOURS, VERDICT_SYMBOLS
 
+_VERDICT_WORDS = {"holds": "as the texts say", "wrong": "wrong", "depends": "depending on what they leave out"}
 _AREAS = {"op": "operation", "var": "variance", "soft": "softmax", "grad": "gradients", "scale": "policies"}
 
 
@@ -64,7 +65,8 @@ def _show_claims(record: Record) -> Figure:
         for verdict in order
     )
     return Figure(
-        f"{len(rows)} claims, checked",
+        f"{counted(len(rows), 'claim')} checked: "
+        + ", ".join(f"{len(places[verdict])} {_VERDICT_WORDS.get(verdict, verdict)}" for verdict in order),
         (
             Panel(
                 "",

@@ -6,11 +6,26 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from sqrtdk.records import Record
-from sqrtdk.report.figure import Axis, Dash, Figure, Heatmap, Line, Note, Panel, Points, ReferenceLine, Series, numbers
+from sqrtdk.records import Record, counted
+from sqrtdk.report.figure import (
+    Axis,
+    Dash,
+    Figure,
+    Heatmap,
+    Line,
+    Note,
+    Panel,
+    Points,
+    ReferenceLine,
+    Series,
+    Symbol,
+    name_ticks,
+    numbers,
+)
 from sqrtdk.report.palette import NEUTRAL, policy_colour, policy_label
 
 _POLICIES = ("none", "sqrt", "inverse")
+_SYMBOLS: dict[str, Symbol] = {"mean": "circle", "median": "diamond", "p5": "cross"}
 _MEASURES: dict[str, Dash] = {"mean": "solid", "median": "dash", "p5": "dot"}
 
 
@@ -42,13 +57,27 @@ def show_gradients(record: Record) -> Figure:
     shown = ns if len(ns) <= 3 else [ns[0], ns[len(ns) // 2], ns[-1]]
     panels += [_show_gradient_norms(rows, n, "grad_q", f"‖∂loss/∂q‖, n = {n} keys") for n in shown]
     panels.append(_show_gradient_norms(rows, shown[0], "jacobian_trace", f"1 − Σp², n = {shown[0]} keys"))
+    some = "" if shown == ns else f" at {len(shown)} of the {len(ns)} numbers of keys"
     return Figure(
-        "What passes back through the softmax",
+        _state_gradients(rows),
         tuple(panels),
         columns=4,
         panel_height=270,
-        caption="Top: ∂pᵢ/∂xⱼ of four rows, one colour range. Bottom: over rows, solid is the mean, dashed the "
-        "median, dotted the 5th percentile.",
+        caption=f"Maps: ∂pᵢ/∂xⱼ of {len(jacobians)} rows, one colour range. Over dₖ{some}: circles and solid lines are "
+        "means over rows, diamonds and dashed ones medians, crosses and dotted ones 5th percentiles.",
+    )
+
+
+def _state_gradients(rows: Sequence[Any]) -> str:
+    cells = {(row["d_k"], row["n"], row["scale"]): row for row in rows}
+    places = list(dict.fromkeys((row["d_k"], row["n"]) for row in rows))
+    larger = sum(cells[*at, "none"]["grad_q_mean"] > cells[*at, "sqrt"]["grad_q_mean"] for at in places)
+    most = max(places, key=lambda at: cells[*at, "none"]["top_share"])
+    shares = [100 * cells[*most, policy]["top_share"] for policy in ("none", "sqrt")]
+    return (
+        f"Unscaled, the mean gradient of q is larger than with 1/√dₖ in {larger} of {counted(len(places), 'size')}; "
+        f"at dₖ = {most[0]}, n = {most[1]} a twentieth of the rows holds {shares[0]:.0f} % of its square, with 1/√dₖ "
+        f"{shares[1]:.0f} %"
     )
 
 
@@ -68,19 +97,21 @@ def _show_gradient_norms(rows: Sequence[Any], n: int, quantity: str, title: str)
             y = numbers(row[f"{quantity}_{measure}"] for row in mine)
             group = policy_label(policy) if measure == "mean" else None
             series.append(Line(x, y, colour, group, dash=dash, width=2.4 if measure == "mean" else 1.6))
-            # A single dₖ makes no line, but a dot.
-            series.append(Points(x, y, colour, size=3.5))
-    sizes = sorted({row["d_k"] for row in rows})
-    return Panel(
-        title, Axis("dₖ", log=True, ticks=tuple((float(d), str(d)) for d in sizes)), Axis("", log=True), tuple(series)
-    )
+            # A single dₖ makes no line, but a mark of its own.
+            series.append(Points(x, y, colour, symbol=_SYMBOLS[measure], size=4.0))
+    ticks = name_ticks((row["d_k"] for row in rows), most=6)
+    return Panel(title, Axis("dₖ", log=True, ticks=ticks), Axis("", log=True), tuple(series))
 
 
 def show_explanation(record: Record) -> Figure:
     """Ranked weights, entropy and concentration against the theory, and where this size lies."""
     d_k, n = record.spec["d_k"], record.spec["n"]
+    keys = {row["scale"]: row["measured"] for row in record.tables["explain"] if row["quantity"] == "effective_keys"}
+    law = record.curves["law"]
+    drawn = any(value is not None for name in ("entropy_ratio", "sum_p2") for value in law[name])
     return Figure(
-        f"What the scale does at dₖ = {d_k}, n = {n}",
+        f"dₖ = {d_k}: a query attends to {_name_keys(keys['none'])} of {n} keys without scaling, to "
+        f"{_name_keys(keys['sqrt'])} with 1/√dₖ and to {_name_keys(keys['inverse'])} with 1/dₖ",
         (
             _show_ranked_weights(record),
             _show_law(record, "entropy_ratio", "Entropy ratio H/ln n"),
@@ -88,9 +119,15 @@ def show_explanation(record: Record) -> Figure:
             _show_condensation_map(record),
         ),
         columns=2,
-        caption="Diamonds: measured, with 95% intervals. Solid grey: the exact average at this n. Dashed: the law for "
-        "n → ∞, drawn where it is good at finite n (ρ up to ½ and from 2 on). Without scaling ρ = √(dₖ/(2 ln n)).",
+        caption="Keys are counted as effective ones, 1/Σp². Diamonds: measured, with 95% intervals. Solid grey: the "
+        "exact average over rows of one σ at this n; rows of Gaussian q differ in σ, the more the smaller dₖ. "
+        + ("Dashed: the law for n → ∞ where it states its error, H up to ρ = ½ and Σp² from 2 on. " if drawn else "")
+        + "Without scaling ρ = √(dₖ/(2 ln n)).",
     )
+
+
+def _name_keys(keys: float) -> str:
+    return f"{keys:.2g}" if keys < 10 else f"{keys:.0f}"
 
 
 def _show_ranked_weights(record: Record) -> Panel:
@@ -117,10 +154,12 @@ def _show_ranked_weights(record: Record) -> Panel:
 def _show_law(record: Record, quantity: str, title: str) -> Panel:
     law = record.curves["law"]
     found = {(row["scale"], row["quantity"]): row for row in record.tables["explain"]}
-    series: list[Series] = [
-        Line(numbers(law["rho"]), numbers(law[quantity]), NEUTRAL, "law, n → ∞", dash="dash", width=1.4),
-        Line(numbers(law["exact_rho"]), numbers(law[f"exact_{quantity}"]), NEUTRAL, "exact at this n", width=1.8),
-    ]
+    series: list[Series] = []
+    if any(value is not None for value in law[quantity]):
+        series.append(Line(numbers(law["rho"]), numbers(law[quantity]), NEUTRAL, "law, n → ∞", dash="dash", width=1.4))
+    series.append(
+        Line(numbers(law["exact_rho"]), numbers(law[f"exact_{quantity}"]), NEUTRAL, "exact at this n", width=1.8)
+    )
     for policy in _POLICIES:
         at, rho = found[policy, quantity], found[policy, "saturation_index"]
         series.append(
@@ -148,7 +187,7 @@ def _show_condensation_map(record: Record) -> Panel:
     plane = record.curves["map"]
     here = plane["here"]
     x = numbers(plane["n"])
-    lowest, highest = 1.0, max(4.0 * here["d_k"], 4.0 * max(plane["nearly_one_hot"]), 1024.0)
+    lowest, highest = 0.6, max(4.0 * here["d_k"], 4.0 * max(plane["nearly_one_hot"]), 1024.0)
     middle = len(x) // 2
     return Panel(
         "Unscaled attention: where it condenses",
@@ -160,7 +199,7 @@ def _show_condensation_map(record: Record) -> Panel:
             Points((float(here["n"]),), (float(here["d_k"]),), policy_colour("none"), symbol="diamond", size=10),
         ),
         notes=(
-            Note(x[middle // 2], math.sqrt(plane["nearly_one_hot"][middle // 2] * highest), "nearly one-hot", "right"),
+            Note(x[1], math.sqrt(plane["nearly_one_hot"][middle // 2] * highest), "nearly one-hot", "right"),
             Note(x[middle], math.sqrt(plane["begins"][middle] * lowest), "spread", "right"),
             Note(x[3], plane["begins"][3] * 0.72, "2 ln n", "below"),
             Note(x[3], plane["nearly_one_hot"][3] * 1.4, "8 ln n", "above"),

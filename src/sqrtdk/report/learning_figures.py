@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from sqrtdk.records import Record
+from sqrtdk.records import Record, counted
 from sqrtdk.report.figure import Axis, Dash, Figure, Line, Panel, Points, ReferenceLine, Series, numbers
 from sqrtdk.report.palette import ACCENT, NEUTRAL, policy_colour, policy_label
 
@@ -69,16 +69,34 @@ def show_ablation(record: Record) -> Figure:
         panels.append(_show_curves(shown, names, last, quantity, title + suffix, seeds=False))
     caption = "Thin lines and dots are single seeds"
     caption += ", for temperatures each of their heads" if learned else ""
-    caption += "; bold lines and bars are medians over seeds."
+    caption += "; bold lines and bars are medians over seeds"
+    diverged = sum(run.get("status") == "diverged" for runs in finals.values() for run in runs)
+    caption += f", the {counted(diverged, 'diverged run')} counting as infinite losses." if diverged else "."
     if "lr" in varying:
         caption += " Each policy is shown at its own best learning rate; the final losses show every rate."
     return Figure(
-        f"Training with different scales: {record.spec.get('task', 'ablation')}",
+        _state_losses(record, names),
         tuple(panels),
         columns=3,
         panel_height=270,
         caption=caption,
     )
+
+
+def _state_losses(record: Record, varying: Sequence[str]) -> str:
+    """The medians of the table, lowest first."""
+    best = record.tables["best"]
+    ranked = sorted(best, key=lambda row: math.inf if row["final_loss_median"] is None else row["final_loss_median"])
+    groups = [_Group(row["scale"], row["init"], row["lr"], row["d_k"]) for row in ranked]
+    listed = ", ".join(
+        f"{group.label(varying)} {_name_loss(row['final_loss_median'])}"
+        for group, row in zip(groups, ranked, strict=True)
+    )
+    return f"{str(record.spec.get('task', 'training')).capitalize()}, median held-out loss: {listed}"
+
+
+def _name_loss(loss: float | None) -> str:
+    return "∞" if loss is None or not math.isfinite(loss) else f"{loss:.3g}"
 
 
 def show_swap(record: Record) -> Figure:
@@ -104,11 +122,17 @@ def show_swap(record: Record) -> Figure:
         (ReferenceLine(swap, "swap", "vertical"),),
     )
     return Figure(
-        f"Changing the scale of a trained model: {policy_label(start)} to {policy_label(scale)}",
+        f"Held-out loss: {policy_label(start)} {_stage_loss(record, 'trained')}, changed to {policy_label(scale)} "
+        f"{_stage_loss(record, 'swapped')}, trained on {_stage_loss(record, 'continued')}; from a random start "
+        f"{_stage_loss(record, 'scratch')}",
         (_show_stages(record.tables["swap"]), curves),
         columns=2,
         caption="Thin lines are single seeds; diamonds and bold lines are medians over seeds.",
     )
+
+
+def _stage_loss(record: Record, stage: str) -> str:
+    return _name_loss(_median([row[f"{stage}_loss"] for row in record.tables["swap"]]))
 
 
 def _show_stages(rows: Sequence[Mapping[str, Any]]) -> Panel:
@@ -118,7 +142,10 @@ def _show_stages(rows: Sequence[Mapping[str, Any]]) -> Panel:
         Line(places, numbers(row[name] for name in stages), NEUTRAL, width=1.0, opacity=0.5) for row in rows
     ]
     medians = [_median([row[name] for row in rows]) for name in stages]
-    labels = [name.removesuffix("_loss").replace("_", " ") for name in stages]
+    labels = [
+        name.removesuffix("_loss").replace("_", " ") + (" (∞)" if math.isnan(value) else "")
+        for name, value in zip(stages, medians, strict=True)
+    ]
     texts = tuple(f"{label}: {value:.3g}" for label, value in zip(labels, medians, strict=True))
     series.append(Points(places, numbers(medians), ACCENT, size=10, symbol="diamond", text=texts))
     return Panel(
@@ -138,8 +165,10 @@ def _group_runs(runs: Sequence[Mapping[str, Any]]) -> dict[_Group, list[Mapping[
 
 
 def _median(values: Sequence[float | None]) -> float:
-    known = [value for value in values if value is not None and math.isfinite(value)]
-    return statistics.median(known) if known else math.nan
+    """The median as the tables have it, a diverged run being the worst; NaN, which is not drawn, if it is infinite."""
+    ranked = [math.inf if value is None or math.isnan(value) else value for value in values]
+    middle = statistics.median(ranked) if ranked else math.inf
+    return middle if math.isfinite(middle) else math.nan
 
 
 def _show_curves(
@@ -176,12 +205,16 @@ def _thin_out(x: Sequence[float], y: Sequence[float | None]) -> tuple[tuple[floa
 
 
 def _median_curve(runs: Sequence[Mapping[str, Any]], quantity: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    # Runs that diverged end early; the median at a step is over the runs that reached it.
     by_step: dict[float, list[float | None]] = {}
     for run in runs:
         for step, value in zip(run["step"], run[quantity], strict=True):
             by_step.setdefault(step, []).append(value)
     steps = sorted(by_step)
+    if quantity == "loss":
+        # A run that diverged ends early and has the worst loss from there on; what else it did is not known.
+        begun = sum(bool(run["step"]) for run in runs)
+        for values in by_step.values():
+            values.extend([None] * (begun - len(values)))
     return _thin_out(steps, [_median(by_step[step]) for step in steps])
 
 
@@ -190,12 +223,10 @@ def _show_finals(finals: Mapping[_Group, Sequence[Mapping[str, Any]]], varying: 
     ticks = []
     every = []
     for index, (group, runs) in enumerate(finals.items()):
-        losses = [run.get("final_loss") for run in runs]
+        losses = [run.get("final_loss") for run in runs if run.get("status") != "failed"]
         missing = sum(loss is None or not math.isfinite(loss) for loss in losses)
-        ticks.append((float(index), group.label(varying) + (f" ({missing} without)" if missing else "")))
-        known = [
-            (run, loss) for run, loss in zip(runs, losses, strict=True) if loss is not None and math.isfinite(loss)
-        ]
+        ticks.append((float(index), group.label(varying) + (f" ({missing} diverged)" if missing else "")))
+        known = [(run, run["final_loss"]) for run in runs if _is_number(run.get("final_loss"))]
         every += [loss for _, loss in known]
         # Seeds side by side across the row, so that equal losses stay visible.
         spread = [index + 0.5 * ((place + 0.5) / max(len(known), 1) - 0.5) for place in range(len(known))]
@@ -220,16 +251,16 @@ def _show_finals(finals: Mapping[_Group, Sequence[Mapping[str, Any]]], varying: 
 
 def _show_finals_by_rate(finals: Mapping[_Group, Sequence[Mapping[str, Any]]]) -> Panel:
     rates = sorted({group.lr for group in finals})
-    families: dict[tuple[str, str, int], dict[float, list[float]]] = {}
+    families: dict[tuple[str, str, int], dict[float, list[float | None]]] = {}
     for group, runs in finals.items():
-        losses = [run["final_loss"] for run in runs if _is_number(run.get("final_loss"))]
+        losses = [run.get("final_loss") for run in runs if run.get("status") != "failed"]
         families.setdefault((group.scale, group.init, group.d_k), {})[group.lr] = losses
     series: list[Series] = []
     for place, ((scale, init, _), by_rate) in enumerate(families.items()):
         # A small step aside for each family keeps dots of one rate apart.
         shift = 1.0 + 0.05 * (place - (len(families) - 1) / 2)
         colour = policy_colour(scale)
-        dots = [(rate * shift, loss) for rate in rates for loss in by_rate.get(rate, ())]
+        dots = [(rate * shift, loss) for rate in rates for loss in by_rate.get(rate, ()) if _is_number(loss)]
         series.append(Points(numbers(x for x, _ in dots), numbers(y for _, y in dots), colour, size=4))
         medians = [(rate * shift, _median(by_rate.get(rate, []))) for rate in rates]
         series.append(
@@ -241,7 +272,9 @@ def _show_finals_by_rate(finals: Mapping[_Group, Sequence[Mapping[str, Any]]]) -
                 width=2.4,
             )
         )
-    every = [loss for by_rate in families.values() for losses in by_rate.values() for loss in losses]
+    every = [
+        loss for by_rate in families.values() for losses in by_rate.values() for loss in losses if loss is not None
+    ]
     return Panel(
         "Final held-out loss by learning rate",
         Axis("learning rate", log=True, ticks=tuple((rate, f"{rate:g}") for rate in rates)),

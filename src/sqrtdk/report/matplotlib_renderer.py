@@ -53,10 +53,12 @@ def draw(figure: Figure) -> Any:
         layout=ConstrainedLayoutEngine(w_pad=0.10, h_pad=0.10),
         facecolor="white",
     )
-    canvas.suptitle(figure.title, fontsize=13, fontweight="bold", color=_INK, x=0.01, ha="left")
+    # matplotlib does not wrap by itself where its layout must leave room.
+    title = textwrap.fill(figure.title, width=round(8.5 * canvas.get_figwidth()))
+    canvas.suptitle(title, fontsize=13, fontweight="bold", color=_INK, x=0.01, ha="left")
     grid = canvas.subplots(rows, columns, squeeze=False).ravel()
     for axes, panel in zip(grid, figure.panels, strict=False):
-        _draw_panel(canvas, axes, panel)
+        _draw_panel(canvas, axes, panel, title_width=round(11.5 * panel_width))
     for axes in grid[len(figure.panels) :]:
         axes.remove()
     _draw_legend(canvas, figure)
@@ -73,8 +75,8 @@ def render(figure: Figure, file_format: Literal["png", "svg"]) -> bytes:
     return out.getvalue()
 
 
-def _draw_panel(canvas: Any, axes: Any, panel: Panel) -> None:
-    axes.set_title(panel.title, fontsize=10, color=_INK, loc="left")
+def _draw_panel(canvas: Any, axes: Any, panel: Panel, title_width: int) -> None:
+    axes.set_title(textwrap.fill(panel.title, width=title_width), fontsize=10, color=_INK, loc="left")
     heatmap = any(isinstance(series, Heatmap) for series in panel.series)
     if not heatmap:
         axes.grid(visible=True, color=_GRID, linewidth=0.7)
@@ -172,12 +174,15 @@ def _draw_heatmap(canvas: Any, axes: Any, series: Heatmap) -> None:
         bar = canvas.colorbar(image, ax=axes, fraction=0.05, pad=0.02)
         bar.outline.set_visible(False)
         bar.ax.tick_params(labelsize=8, colors=_INK, length=0)
+        if series.ticks is not None:
+            bar.set_ticks([value for value, _ in series.ticks], labels=[label for _, label in series.ticks])
+    longest = max((len(text) for texts in series.text or () for text in texts), default=0)
     for i, texts in enumerate(series.text or ()):
         for j, text in enumerate(texts):
             red, green, blue, _ = colours((series.z[i][j] - series.low) / (series.high - series.low))
             dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.55
             ink = "white" if dark else "#1b1e23"
-            axes.text(j, i, text, ha="center", va="center", fontsize=8, color=ink)
+            axes.text(j, i, text, ha="center", va="center", fontsize=8 if longest <= 6 else 6.2, color=ink)
 
 
 def _draw_reference_line(axes: Any, line: ReferenceLine) -> None:
@@ -244,7 +249,6 @@ def _draw_legend(canvas: Any, figure: Figure) -> None:
                 handles.append(
                     Patch(color=series.colour, label=label, alpha=getattr(series, "opacity", 1.0), linewidth=0)
                 )
-    # matplotlib does not wrap by itself where its layout must leave room.
     caption = "\n".join(textwrap.wrap(figure.caption, width=round(14 * canvas.get_figwidth())))
     if not handles:
         canvas.supxlabel(caption, fontsize=9, color=_INK, x=0.01, ha="left")

@@ -89,6 +89,8 @@ _SECTIONS = {
 }
 
 _TABLE_TITLES = {
+    "side_by_side": "Side by side: measured, and predicted inside or outside the 95% interval of the measurement",
+    "explain": "Every number with its interval",
     "points": "Points of saturation",
     "sweep": "The sweep",
     "jacobians": "Jacobians of four rows",

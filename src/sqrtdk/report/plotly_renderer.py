@@ -168,11 +168,15 @@ def _heatmap_trace(series: Heatmap) -> dict[str, Any]:
         "colorbar": {"thickness": 9, "outlinewidth": 0, "xpad": 4, "tickfont": {"size": 10}},
         "hovertemplate": "row %{y}, column %{x}: %{z:.4g}<extra></extra>",
     }
+    if series.ticks is not None:
+        values, names = zip(*series.ticks, strict=True)
+        trace["colorbar"] |= {"tickmode": "array", "tickvals": values, "ticktext": [escape(name) for name in names]}
+        trace["hovertemplate"] = "row %{y}, column %{x}: 10^%{z:.2f}<extra></extra>"
     if series.text is not None:
         trace |= {
             "text": [[escape(text) for text in row] for row in series.text],
             "texttemplate": "%{text}",
-            "textfont": {"size": 11},
+            "textfont": {"size": 11 if max(len(text) for row in series.text for text in row) <= 6 else 9},
         }
     return trace
 
