@@ -61,7 +61,7 @@ setup: $(VENV)/dev.stamp $(VENV)/kernel.stamp
 
 # Tried again where it could not be compiled before.
 kernel: $(VENV)/kernel.stamp
-	@$(COMPILED) || $(PIP) --no-build-isolation --no-deps -e .
+	@$(COMPILED) || { rm -f build/*/CMakeCache.txt; $(PIP) --no-build-isolation --no-deps -e .; }
 
 # For the targets that need it, and only there: other machines may have neither compiler nor root.
 compiler:
@@ -69,7 +69,7 @@ compiler:
 
 # An installation without the kernel, as `make run` makes it where there is no compiler, is made good.
 compiled: compiler $(VENV)/kernel.stamp
-	@$(COMPILED) || $(PIP) --no-build-isolation --no-deps -e .
+	@$(COMPILED) || { rm -f build/*/CMakeCache.txt; $(PIP) --no-build-isolation --no-deps -e .; }
 	@$(COMPILED)
 
 run: $(VENV)/kernel.stamp
