@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 import sqrtdk
-from sqrtdk import progress, terminal
+from sqrtdk import exercises, progress, terminal
 from sqrtdk.cli import app, main
 
 
@@ -175,14 +175,24 @@ def test_nothing_written_for_the_help_vanishes_from_it(capsys):
             assert " ".join((option.help or "").split()) in words
 
 
-@pytest.mark.parametrize("name", ["gradients --d-k 4 --n 4", "claims var.product", "explain --d-k 4 --n 4"])
+@pytest.mark.parametrize("name", ["variance", "temperature", "gradients", "explain"])
 def test_long_commands_say_so_without_a_terminal(capsys, monkeypatch, name):
-    monkeypatch.setattr(progress, "_FIRST_SECONDS", 0.0005)
-    monkeypatch.setattr(progress, "_LINE_SECONDS", 0.0005)
-    code, out, err = run(capsys, *name.split(), "--json")
+    compute = getattr(exercises, name)
+
+    def compute_slowly(*arguments, **options):
+        time.sleep(0.1)
+        return compute(*arguments, **options)
+
+    monkeypatch.setattr(exercises, name, compute_slowly)
+    monkeypatch.setattr(progress, "_FIRST_SECONDS", 0.01)
+    code, out, err = run(capsys, name, "--d-k", "4", "--json")
     assert code == 0
     json.loads(out)
-    assert re.match(r"sqrtdk: (measuring|checking|working).* \(.*\d s\)", err)
+    assert re.match(r"sqrtdk: (measuring|drawing) .*\d s\)\n", err)
+
+
+def test_short_commands_say_nothing_without_a_terminal(capsys):
+    assert run(capsys, "saturation")[2] == ""
 
 
 @pytest.mark.parametrize(

@@ -282,7 +282,7 @@ def bench(
 ) -> None:
     """Time attention beside its peers: paired ratios, shares of the probed peak, errors, memory, growth."""
     from sqrtdk.bench import run_benchmark, write_raw
-    from sqrtdk.bench.summary import keep_measured, was_too_busy
+    from sqrtdk.bench.tabulation import keep_measured, was_too_busy
     from sqrtdk.bench.timing import FEWEST_ROUNDS
     from sqrtdk.report.files import require_directory
 

@@ -27,8 +27,8 @@ class ExpectedRows:
     in asinh σ the curve over σ is interpolated.
 
     >>> rows = expect_rows(64, 1024)
-    >>> round(rows.at_sigma(1.0).entropy_ratio, 3), round(rows.at_scale(1 / 8).entropy_ratio, 3)
-    (0.928, 0.927)
+    >>> round(rows.at_sigma(8.0).sum_p2, 3), round(rows.at_scale(1.0).sum_p2, 3)     # one length, and all of them
+    (0.602, 0.597)
     """
 
     def __init__(self, d_k: int, n: int) -> None:

@@ -56,7 +56,7 @@ def run(call: Call, wanted: Wanted) -> tuple[Forward, str | None]:
 
 def _is_plain(call: Call) -> bool:
     """Whether every tensor lies on the CPU and has memory of its own: a subclass may have none."""
-    return all(x is None or (type(x) in _PLAIN and x.is_cpu) for x in call[:FLAT_TENSORS])
+    return all(x is None or (type(x) in _PLAIN and x.is_cpu) for x in flatten(call)[:FLAT_TENSORS])
 
 
 def _needs_gradient(call: Call) -> bool:

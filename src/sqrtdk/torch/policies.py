@@ -43,7 +43,7 @@ def apply_scale(scale: TensorScale, q: Tensor, k: Tensor, v: Tensor, mask: Tenso
 
     if isinstance(scale, str | Policy):
         policy = scales.resolve(scale)
-        return _apply_policy(policy, q, k, v, make_positions, count)
+        return _apply_policy(policy, q, k, v, band.offset or 0, count)
     if isinstance(scale, LearnableScale):
         name = f"the factor of {type(scale).__name__}"
         factor = scale.factor(TensorContext(q, make_positions, count))
@@ -64,15 +64,17 @@ def _apply_policy(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    make_positions: Callable[[], Tensor],
+    offset: int,
     count: Callable[[], Tensor],
 ) -> Scaled:
     """By its factor, which computes on the query's device or, if it cannot, in NumPy."""
 
     def on_host(tensor: Tensor) -> Any:
-        return tensor if policy.takes_tensors or tensor.is_meta else tensor.cpu().numpy()
+        return tensor if policy.takes_tensors else tensor.cpu().numpy()
 
-    context = ScaleContext(q.shape[-1], on_host(make_positions()), lambda: on_host(count()))
+    # A policy that asks for no tensors gets positions that need none: shapes alone have nothing to bring to the host.
+    positions: Any = (row_numbers(q) if policy.takes_tensors else np.arange(q.shape[-2])) + offset
+    context = ScaleContext(q.shape[-1], positions, lambda: on_host(count()))
     factor: Any = policy.factor(context)
     name = f"the factor of policy {policy.name}"
     if isinstance(factor, Tensor | np.ndarray) and factor.ndim:
