@@ -31,7 +31,7 @@ struct Cut {
 
 constexpr int most_splits = 4;
 constexpr int most_group_tiles = 8;
-constexpr size_t group_bytes = 640 << 10;  // of the tiles of a group: to stay in the second level of cache
+constexpr size_t group_bytes = 1 << 20;  // of the tiles of a group: to stay in the second level of cache
 
 template <class T>
 Cut cut(const Problem& call) {
@@ -48,20 +48,30 @@ Cut cut(const Problem& call) {
     return cut;
 }
 
+// Whether rows of numbers are all finite; four sums, for one would wait for itself.
 template <class T>
-bool is_finite_row(const T* row, int64_t step, int64_t width) {
+bool is_finite(const BlockView<T>& block, int64_t rows, int64_t width) {
     using S = Simd<T>;
-    int64_t d = 0;
-    T check = 0;
-    if (step == 1) {
-        auto checks = S::zero();
-        for (; d + S::lanes <= width; d += S::lanes) checks = S::fma(S::load(row + d), S::zero(), checks);
-        T lanes[S::lanes];
-        S::store(lanes, checks);
-        for (int i = 0; i < S::lanes; ++i) check += lanes[i];
+    typename S::Vec checks[4] = {S::zero(), S::zero(), S::zero(), S::zero()};
+    T rest = 0;
+    for (int64_t i = 0; i < rows; ++i) {
+        const T* row = block.data + i * block.row;
+        int64_t d = 0;
+        if (block.step == 1) {
+            for (; d + 4 * S::lanes <= width; d += 4 * S::lanes)
+                for (int c = 0; c < 4; ++c) checks[c] = S::fma(S::load(row + d + c * S::lanes), S::zero(), checks[c]);
+            for (; d + S::lanes <= width; d += S::lanes) checks[0] = S::fma(S::load(row + d), S::zero(), checks[0]);
+        }
+        for (; d < width; ++d) rest += row[d * block.step] * T(0);
     }
-    for (; d < width; ++d) check += row[d * step] * T(0);
-    return check == 0;
+    const auto check = S::add(S::add(checks[0], checks[1]), S::add(checks[2], checks[3]));
+    constexpr uint64_t lanes = (1ull << S::lanes) - 1;
+    return rest == 0 && S::bits(S::equal(check, S::zero())) == lanes;
+}
+
+template <class T>
+bool is_finite_row(const T* row, ptrdiff_t step, int64_t width) {
+    return is_finite(BlockView<T>{row, 0, step}, 1, width);
 }
 
 // Groups of tiles over the keys of a head.
@@ -88,18 +98,21 @@ class BackwardLoop {
 
     // The rows of one split of (n, g). Returns whether the sums, which begin at zero here, stayed finite.
     bool run(int64_t n, int64_t g, int64_t split, const KeySums<T>& sums) {
-        for (int64_t i = 0; i < call_.keys * sums.key_row; ++i) sums.key[i] = 0;
-        for (int64_t i = 0; i < call_.keys * sums.value_row; ++i) sums.value[i] = 0;
+        bool fresh = true;
         for (int64_t round = 0; round < cut_.rounds() && !work_.is_over(worker_); ++round) {
             const int64_t group = cut_.group(split, round);
-            if (group < cut_.groups) take_group(n, g, group * cut_.group_rows, sums);
+            if (group >= cut_.groups) continue;
+            take_group(n, g, group * cut_.group_rows, sums, fresh);
+            fresh = false;
         }
+        if (fresh) sums.clear(0, call_.keys);
         return is_finite_row(sums.key, 1, call_.keys * sums.key_row) &&
                is_finite_row(sums.value, 1, call_.keys * sums.value_row);
     }
 
   private:
-    void take_group(int64_t n, int64_t g, int64_t first_row, const KeySums<T>& sums) {
+    // With `fresh` the sums hold nothing yet.
+    void take_group(int64_t n, int64_t g, int64_t first_row, const KeySums<T>& sums, bool fresh) {
         const int64_t end_row = smaller(first_row + cut_.group_rows, cut_.rows);
         int64_t begin = INT64_MAX, end = 0;
         int tiles = 0;
@@ -109,10 +122,18 @@ class BackwardLoop {
             begin = smaller(begin, tile.place.sight.first_key());
             end = larger(end, tile.place.sight.end_key());
         }
+        begin = smaller(begin, call_.keys);
+        end = larger(begin, end);
+        if (fresh) {
+            sums.clear(0, begin);
+            sums.clear(end, call_.keys);
+        }
         for (; begin < end; begin += backward_block) {
             if (work_.is_over(worker_)) return;
-            const KeyBlock<T> block = take_keys(n, g, begin, smaller(backward_block, end - begin));
+            KeyBlock<T> block = take_keys(n, g, begin, smaller(backward_block, end - begin));
+            block.fresh = fresh;
             for (int t = 0; t < tiles; ++t) tiles_[t].take_block(call_, block, weights_, slopes_, sums);
+            if (block.fresh) sums.clear(block.begin, block.begin + block.count);
         }
         for (int t = 0; t < tiles; ++t) {
             Tile& tile = tiles_[t];
@@ -130,12 +151,12 @@ class BackwardLoop {
         const In* k_at = static_cast<const In*>(k.data) + n * k.n + g * k.g + begin * k.s;
         const In* v_at = static_cast<const In*>(v.data) + n * v.n + g * v.g + begin * v.s;
         KeyBlock<T> block{begin, count, View<T, In>::of(k_at, k.s, k.d, count, call_.d_k, keys_),
-                          View<T, In>::of(v_at, v.s, v.d, count, call_.d_v, values_), 0};
+                          View<T, In>::of(v_at, v.s, v.d, count, call_.d_v, values_), 0, false};
+        if (is_finite(block.keys, count, call_.d_k) && is_finite(block.values, count, call_.d_v)) return block;
         for (int64_t j = 0; j < count; ++j)
             if (!is_finite_row(block.keys.data + j * block.keys.row, block.keys.step, call_.d_k) ||
                 !is_finite_row(block.values.data + j * block.values.row, block.values.step, call_.d_v))
                 block.odd |= 1ull << j;
-        if (block.odd == 0) return block;
         // 0 * NaN would poison the rows that do not see the key.
         copy_block<T, In>(k_at, k.s, k.d, count, call_.d_k, keys_);
         copy_block<T, In>(v_at, v.s, v.d, count, call_.d_v, values_);

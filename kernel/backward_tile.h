@@ -71,6 +71,7 @@ struct KeyBlock {
     int64_t begin, count;
     BlockView<T> keys, values;
     uint64_t odd;  // one bit per key
+    bool fresh;    // the sums of its keys hold nothing yet
 };
 
 // Rows [first_row, first_row + rows) of (n, g), counted r * L + l, with all that their blocks of keys need.
@@ -91,6 +92,7 @@ struct BackwardTile {
     alignas(64) T delta[W];    // <gradient of the output, output>
     int64_t n, g, first_row;
     int rows;
+    bool fresh;           // grad_queries holds nothing yet
     uint64_t odd;         // rows to be done carefully,
     int64_t odd_from[W];  // from this key on
 
@@ -112,16 +114,36 @@ struct BackwardTile {
         rows = count;
         odd = 0;
         place.place(call, n, g, first_row, rows);
+        fresh = true;
+        const In* output = static_cast<const In*>(call.output) + output_row(call) * call.d_v;
         RowCursor at(call, first_row);
-        for (int i = 0; i < rows; ++i, at.step(i < rows)) load_row(call, i, at.r, at.l);
-        const int used = (rows + S::lanes - 1) / S::lanes * S::lanes;
-        for (int i = rows; i < used; ++i) clear_row(call, i);
+        int used = 0;
+        for (; used < rows; used += S::lanes) {
+            typename S::Vec dots[S::lanes];
+            bool sound[S::lanes];
+            const RowCursor first_of_vector = at;
+            for (int lane = 0; lane < S::lanes; ++lane) {
+                const int i = used + lane;
+                if (i >= rows) clear_row(call, i);
+                dots[lane] = S::zero();
+                if (i >= rows) continue;
+                sound[lane] = copy_rows(call, i, at.r, at.l);
+                dots[lane] = multiply_lanes(grad_rows + i * padded<T>(call.d_v), output + i * call.d_v, 1, call.d_v);
+                at.step(i + 1 < rows);
+            }
+            S::store(delta + used, add_up(dots));
+            RowCursor again = first_of_vector;
+            for (int lane = 0; used + lane < smaller(rows, used + S::lanes); ++lane) {
+                weigh_row(call, used + lane, again.r, again.l, sound[lane]);
+                again.step(used + lane + 1 < rows);
+            }
+        }
         turn(query_rows, padded<T>(call.d_k), used, queries);
         turn(grad_rows, padded<T>(call.d_v), used, grads);
-        for (int64_t i = 0; i < padded<T>(call.d_k) * W; ++i) grad_queries[i] = 0;
+        clear(grad_queries + call.d_k * W, (padded<T>(call.d_k) - call.d_k) * W);
     }
 
-    void take_block(const Backward& call, const KeyBlock<T>& block, T* weights, T* slopes, const KeySums<T>& sums) {
+    void take_block(const Backward& call, KeyBlock<T>& block, T* weights, T* slopes, const KeySums<T>& sums) {
         const Sight seen = place.sight.look(call.mask, block.begin, block.begin + block.count);
         if (seen == Sight::nothing) return;
         const bool partial = seen == Sight::something;
@@ -143,21 +165,30 @@ struct BackwardTile {
                 for (int i = 0; i < W; ++i)
                     if (bad >> i & 1) weights[j * W + i] = slopes[j * W + i] = 0;
         }
-        const int64_t d_k = padded<T>(call.d_k), d_v = padded<T>(call.d_v);
-        Place::each_run(span, block.count, [&](int64_t j, int64_t run, int first, int vectors) {
-            const int64_t row = first * S::lanes, at = j * W + row, steps = smaller(vectors * S::lanes, rows - row);
-            const int64_t key = block.begin + j;
-            multiply<T, true>(grad_queries + row, call.d_k, keys.data + j * keys.row, keys.step, keys.row, slopes + at, run, vectors);
-            multiply_wide<T, true>(sums.value + key * sums.value_row, sums.value_row, run, weights + at, W, 1,
-                                   grad_rows + row * d_v, d_v, steps, d_v / S::lanes);
-            multiply_wide<T, true>(sums.key + key * sums.key_row, sums.key_row, run, slopes + at, W, 1, query_rows + row * d_k, d_k,
-                                   steps, d_k / S::lanes);
+        // The first products need no zeros to add to, if they reach every row of the tile and every key of the block.
+        bool reaches_rows = false;
+        int64_t reached = 0;
+        Place::each_run(span, block.count, [&](int64_t, int64_t run, int first, int vectors) {
+            if (reached == 0) reaches_rows = first == 0 && vectors * S::lanes >= rows;
+            reached += run;
         });
+        if (fresh && !reaches_rows) clear(grad_queries, padded<T>(call.d_k) * W);
+        if (block.fresh && reached < block.count) sums.clear(block.begin, block.begin + block.count);
+        bool add_rows = !fresh || !reaches_rows;
+        const bool add_keys = !block.fresh || reached < block.count;
+        Place::each_run(span, block.count, [&](int64_t j, int64_t run, int first, int vectors) {
+            auto add = add_rows ? add_keys ? &BackwardTile::add_run<true, true> : &BackwardTile::add_run<true, false>
+                                : add_keys ? &BackwardTile::add_run<false, true> : &BackwardTile::add_run<false, false>;
+            (this->*add)(call, block, j, run, first, vectors, weights, slopes, sums);
+            add_rows = true;
+        });
+        fresh = block.fresh = false;
     }
 
     // Writes the rows' own gradients; rows whose sums overflowed join the odd ones, with nothing left to add to the keys.
     void finish(const Backward& call) {
         const int64_t width = padded<T>(call.d_k);
+        if (fresh) clear(grad_queries, width * W);
         // The scaled queries are not needed any more: the sums take their place, turned back into rows.
         for (int64_t d = 0; d < width; d += S::lanes)
             for (int c = 0; c * S::lanes < rows; ++c) {
@@ -174,9 +205,24 @@ struct BackwardTile {
                 odd_from[i] = call.keys;
             }
         }
+        if (call.gradients.scale != nullptr) write_scales(call);
     }
 
   private:
+    // The gradients from a run of keys that the same vectors of rows see; `query` and `key`: added to those there.
+    template <bool query, bool key>
+    void add_run(const Backward& call, const KeyBlock<T>& block, int64_t j, int64_t run, int first, int vectors, const T* weights,
+                 const T* slopes, const KeySums<T>& sums) {
+        const int64_t d_k = padded<T>(call.d_k), d_v = padded<T>(call.d_v);
+        const int64_t row = first * S::lanes, at = j * W + row, steps = smaller(vectors * S::lanes, rows - row);
+        const BlockView<T>& keys = block.keys;
+        multiply<T, query>(grad_queries + row, call.d_k, keys.data + j * keys.row, keys.step, keys.row, slopes + at, run, vectors);
+        multiply_wide<T, key>(sums.value + (block.begin + j) * sums.value_row, sums.value_row, run, weights + at, W, 1,
+                              grad_rows + row * d_v, d_v, steps, d_v / S::lanes);
+        multiply_wide<T, key>(sums.key + (block.begin + j) * sums.key_row, sums.key_row, run, slopes + at, W, 1,
+                              query_rows + row * d_k, d_k, steps, d_k / S::lanes);
+    }
+
     int64_t output_row(const Problem& call) const { return (n * call.groups + g) * call.shared * call.queries + first_row; }
 
     static const In* row_of(const Query& x, int64_t n, int64_t g, int64_t r, int64_t l) {
@@ -203,27 +249,39 @@ struct BackwardTile {
         return S::bits(S::equal(check, S::zero())) == lanes;
     }
 
-    static double dot(const T* row, const In* other, int64_t step, int64_t width) {
+    // A padded row times another, lane by lane.
+    static typename S::Vec multiply_lanes(const T* row, const In* other, int64_t step, int64_t width) {
         auto sum = S::zero();
         int64_t d = 0;
         for (; d + S::lanes <= width; d += S::lanes) sum = S::fma(S::load(row + d), Place::load_row(other + d * step, step), sum);
-        T lanes[S::lanes];
-        S::store(lanes, sum);
-        double total = 0;
-        for (int i = 0; i < S::lanes; ++i) total += double(lanes[i]);
-        for (; d < width; ++d) total += double(row[d]) * double(widen(other[d * step]));
-        return total;
+        if (d == width) return sum;
+        T rest[S::lanes] = {};
+        for (int i = 0; d + i < width; ++i) rest[i] = T(widen(other[(d + i) * step]));
+        return S::fma(S::load(row + d), S::load(rest), sum);
     }
 
-    void load_row(const Backward& call, int i, int64_t r, int64_t l) {
-        const int64_t at = output_row(call) + i;
-        const double scale = call.scale.data[n * call.scale.n + g * call.scale.g + r * call.scale.r + l * call.scale.l];
-        T* query = query_rows + i * padded<T>(call.d_k);
-        T* grad = grad_rows + i * padded<T>(call.d_v);
+    // The sums of the lanes of each vector, one per lane.
+    static typename S::Vec add_up(typename S::Vec (&rows)[S::lanes]) {
+        S::transpose(rows);
+        for (int width = S::lanes / 2; width > 0; width /= 2)
+            for (int i = 0; i < width; ++i) rows[i] = S::add(rows[i], rows[i + width]);
+        return rows[0];
+    }
+
+    double scale_of(const Problem& call, int64_t r, int64_t l) const {
+        return call.scale.data[n * call.scale.n + g * call.scale.g + r * call.scale.r + l * call.scale.l];
+    }
+
+    bool copy_rows(const Backward& call, int i, int64_t r, int64_t l) {
         const Query &q = call.q, &o = call.grad_output;
-        bool sound = copy_row(row_of(q, n, g, r, l), q.d, call.d_k, T(scale), query);
-        sound = copy_row(row_of(o, n, g, r, l), o.d, call.d_v, T(1), grad) && sound;
-        const double of_row = dot(grad, static_cast<const In*>(call.output) + at * call.d_v, 1, call.d_v);
+        const bool sound = copy_row(row_of(q, n, g, r, l), q.d, call.d_k, T(scale_of(call, r, l)), query_rows + i * padded<T>(call.d_k));
+        return copy_row(row_of(o, n, g, r, l), o.d, call.d_v, T(1), grad_rows + i * padded<T>(call.d_v)) && sound;
+    }
+
+    // From what the forward pass saved to the factors of the row's weights.
+    void weigh_row(const Backward& call, int i, int64_t r, int64_t l, bool sound) {
+        const int64_t at = output_row(call) + i;
+        const double scale = scale_of(call, r, l), of_row = delta[i];
         const double largest = call.saved.max[at], sum = call.saved.sum[at];
         const bool blind = largest == -INFINITY && sum == 0;
         const double* sink = call.sinks == nullptr ? nullptr : call.sinks + g * call.shared + r;
@@ -233,7 +291,6 @@ struct BackwardTile {
                 std::isfinite(of_row) && (sizeof(T) == sizeof(double) || share > 0x1p-100);
         top[i] = sound ? T(largest) : T(0);
         inverse[i] = sound ? T(share) : T(0);
-        delta[i] = sound ? T(of_row) : T(0);
         if (call.gradients.sinks != nullptr) {
             const bool has = sink != nullptr && !blind;
             call.gradients.sinks[at] = has ? -of_row / (1.0 + sum * std::exp(largest - *sink)) : 0.0;
@@ -297,26 +354,59 @@ struct BackwardTile {
         const int64_t at = output_row(call) + i;
         const T* sums = query_rows + i * padded<T>(call.d_k);
         In* to = static_cast<In*>(call.gradients.query) + at * call.d_k;
-        const bool blind = inverse[i] == 0;
-        const double of_scale = blind ? 0.0 : dot(sums, row_of(call.q, n, g, r, l), call.q.d, call.d_k);
-        if (call.gradients.scale != nullptr) call.gradients.scale[at] = of_scale;
-        const T scale = T(call.scale.data[n * call.scale.n + g * call.scale.g + r * call.scale.r + l * call.scale.l]);
-        const auto factor = S::all(blind ? T(0) : scale);
+        const auto factor = S::all(T(scale_of(call, r, l)));
         auto check = S::zero();
-        for (int64_t d = 0; d < call.d_k; d += S::lanes) {
+        int64_t d = 0;
+        for (; d + S::lanes <= call.d_k; d += S::lanes) {
             const auto x = S::mul(S::load(sums + d), factor);
             check = S::fma(x, S::zero(), check);
-            store_row(to + d, x, smaller(S::lanes, call.d_k - d));
+            store_row(to + d, x);
+        }
+        if (d < call.d_k) {
+            In rest[S::lanes];
+            const auto x = S::mul(S::load(sums + d), factor);
+            check = S::fma(x, S::zero(), check);
+            store_row(rest, x);
+            for (int i = 0; d + i < call.d_k; ++i) to[d + i] = rest[i];
         }
         constexpr uint64_t lanes = (1ull << S::lanes) - 1;
-        return std::isfinite(of_scale) && S::bits(S::equal(check, S::zero())) == lanes;
+        return S::bits(S::equal(check, S::zero())) == lanes;
     }
 
-    static void store_row(In* to, typename S::Vec x, int64_t count) {
-        using Out = decltype(widen(In()));
+    static void store_row(T* to, typename S::Vec x) { S::store(to, x); }
+    template <class Other>
+    static void store_row(Other* to, typename S::Vec x) {
+        using Out = decltype(widen(Other()));
         T row[S::lanes];
         S::store(row, x);
-        for (int64_t i = 0; i < count; ++i) to[i] = narrow(Out(row[i]), In());
+        for (int i = 0; i < S::lanes; ++i) to[i] = narrow(Out(row[i]), Other());
+    }
+
+    // <q, sum of slopes * k> of every row.
+    void write_scales(const Backward& call) {
+        RowCursor at(call, first_row);
+        for (int first = 0; first < rows; first += S::lanes) {
+            typename S::Vec dots[S::lanes];
+            for (int lane = 0; lane < S::lanes; ++lane) {
+                const int i = first + lane;
+                dots[lane] = S::zero();
+                if (i >= rows) continue;
+                // A row that sees nothing may have any q.
+                if (inverse[i] != 0)
+                    dots[lane] = multiply_lanes(query_rows + i * padded<T>(call.d_k), row_of(call.q, n, g, at.r, at.l), call.q.d, call.d_k);
+                at.step(i + 1 < rows);
+            }
+            T sums[S::lanes];
+            S::store(sums, add_up(dots));
+            for (int lane = 0; lane < S::lanes && first + lane < rows; ++lane) {
+                const int i = first + lane;
+                if (odd >> i & 1) continue;
+                call.gradients.scale[output_row(call) + i] = double(sums[lane]);
+                if (std::isfinite(sums[lane])) continue;
+                odd |= 1ull << i;
+                odd_from[i] = call.keys;
+            }
+        }
     }
 };
 
