@@ -5,6 +5,7 @@
 
 #include "arena.h"
 #include "backward_careful.h"
+#include "backward_sums.h"
 #include "backward_tile.h"
 #include "kernel.h"
 #include "level.h"
@@ -46,32 +47,6 @@ Cut cut(const Problem& call) {
     cut.group_rows = group_tiles * W;
     cut.groups = (cut.rows + cut.group_rows - 1) / cut.group_rows;
     return cut;
-}
-
-// Whether rows of numbers are all finite; four sums, for one would wait for itself.
-template <class T>
-bool is_finite(const BlockView<T>& block, int64_t rows, int64_t width) {
-    using S = Simd<T>;
-    typename S::Vec checks[4] = {S::zero(), S::zero(), S::zero(), S::zero()};
-    T rest = 0;
-    for (int64_t i = 0; i < rows; ++i) {
-        const T* row = block.data + i * block.row;
-        int64_t d = 0;
-        if (block.step == 1) {
-            for (; d + 4 * S::lanes <= width; d += 4 * S::lanes)
-                for (int c = 0; c < 4; ++c) checks[c] = S::fma(S::load(row + d + c * S::lanes), S::zero(), checks[c]);
-            for (; d + S::lanes <= width; d += S::lanes) checks[0] = S::fma(S::load(row + d), S::zero(), checks[0]);
-        }
-        for (; d < width; ++d) rest += row[d * block.step] * T(0);
-    }
-    const auto check = S::add(S::add(checks[0], checks[1]), S::add(checks[2], checks[3]));
-    constexpr uint64_t lanes = (1ull << S::lanes) - 1;
-    return rest == 0 && S::bits(S::equal(check, S::zero())) == lanes;
-}
-
-template <class T>
-bool is_finite_row(const T* row, ptrdiff_t step, int64_t width) {
-    return is_finite(BlockView<T>{row, 0, step}, 1, width);
 }
 
 // Groups of tiles over the keys of a head.
@@ -178,18 +153,6 @@ class BackwardLoop {
     T *weights_, *slopes_;  // [backward_block][W]
     T *keys_, *values_;     // [backward_block][D or V], only for copies
 };
-
-// Sums of one or more splits, in order, to the gradients of the keys [begin, end) of one head.
-template <class T, class In>
-void write_sums(const T* sums, int64_t split_size, int64_t splits, int64_t row, int64_t width, int64_t begin, int64_t end, In* to) {
-    using Out = decltype(widen(In()));
-    for (int64_t j = begin; j < end; ++j)
-        for (int64_t d = 0; d < width; ++d) {
-            double sum = 0;
-            for (int64_t split = 0; split < splits; ++split) sum += double(sums[split * split_size + j * row + d]);
-            to[j * width + d] = narrow(Out(sum), In());
-        }
-}
 
 template <class T, class In>
 struct BackwardPass {

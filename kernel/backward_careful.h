@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstdlib>
 
+#include "backward_sums.h"
 #include "block_view.h"
 #include "kernel.h"
 #include "level.h"
@@ -13,24 +14,6 @@
 namespace sqrtdk {
 namespace SQRTDK_LEVEL {
 namespace {
-
-template <class T>
-void clear(T* numbers, int64_t count) {
-    for (int64_t i = 0; i < count; ++i) numbers[i] = 0;
-}
-
-// Where the gradients of one head's keys and values are added up, rows of the working precision padded to whole vectors.
-template <class T>
-struct KeySums {
-    T* key;
-    T* value;
-    int64_t key_row, value_row;
-
-    void clear(int64_t begin, int64_t end) const {
-        sqrtdk::SQRTDK_LEVEL::clear(key + begin * key_row, (end - begin) * key_row);
-        sqrtdk::SQRTDK_LEVEL::clear(value + begin * value_row, (end - begin) * value_row);
-    }
-};
 
 // Writes the gradients of one row, and adds to those of the keys from `begin` on: those before have the row's part already.
 // Returns false only when memory for the row's weights is not to be had.

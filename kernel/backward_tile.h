@@ -10,9 +10,9 @@
 #include <cmath>
 #include <cstdint>
 
-#include "backward_careful.h"
+#include "backward_slopes.h"
+#include "backward_sums.h"
 #include "block_view.h"
-#include "exponential.h"
 #include "kernel.h"
 #include "level.h"
 #include "product.h"
@@ -22,57 +22,6 @@
 namespace sqrtdk {
 namespace SQRTDK_LEVEL {
 namespace {
-
-constexpr int backward_block = 64;  // keys; not above key_block
-
-template <class T>
-inline int64_t padded(int64_t width) {
-    return (width + Simd<T>::lanes - 1) / Simd<T>::lanes * Simd<T>::lanes;
-}
-
-// One vector of rows, the keys of one block: scores become weights, gradients of weights become those of scores. Returns the
-// rows that did not stay finite.
-template <class T, int W, bool partial, bool adjusted>
-__attribute__((noinline)) uint64_t differentiate(T* scores, T* slopes, int64_t keys, const uint64_t* words, int at, const T* bias,
-                                                 T softcap, const T* tops, const T* inverses, const T* deltas) {
-    using S = Simd<T>;
-    using Vec = typename S::Vec;
-    const Vec top = S::load(tops + at), inverse = S::load(inverses + at), delta = S::load(deltas + at);
-    const Vec cap = S::all(softcap), shrink = S::all(softcap > 0 ? T(1) / softcap : T(0)), one = S::all(T(1));
-    Vec check = S::zero();
-#pragma GCC unroll 2
-    for (int64_t j = 0; j < keys; ++j) {
-        Vec x = S::load(scores + j * W), slope = one;
-        if (adjusted && softcap > 0) {
-            const Vec squashed = hyperbolic_tangent<T>(S::mul(x, shrink));
-            x = S::mul(cap, squashed);
-            slope = S::fnma(squashed, squashed, one);
-        }
-        if (adjusted && bias != nullptr) x = S::add(x, S::load(bias + j * W));
-        Vec p = S::mul(exponential<T>(S::sub(x, top)), inverse);
-        Vec grad = S::mul(p, S::sub(S::load(slopes + j * W), delta));
-        if (adjusted) grad = S::mul(grad, slope);
-        if (partial) {
-            const auto sees = S::from_bits(words[j] >> at);
-            p = S::keep(sees, p);
-            grad = S::keep(sees, grad);
-        }
-        check = S::fma(grad, S::zero(), check);
-        S::store(scores + j * W, p);
-        S::store(slopes + j * W, grad);
-    }
-    constexpr uint64_t lanes = (1ull << S::lanes) - 1;
-    return ~S::bits(S::equal(check, S::zero())) & lanes;
-}
-
-// A block of keys and values that several tiles share. Keys that are not finite are zeros here and marked.
-template <class T>
-struct KeyBlock {
-    int64_t begin, count;
-    BlockView<T> keys, values;
-    uint64_t odd;  // one bit per key
-    bool fresh;    // the sums of its keys hold nothing yet
-};
 
 // Rows [first_row, first_row + rows) of (n, g), counted r * L + l, with all that their blocks of keys need.
 template <class T, class In>
