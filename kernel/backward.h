@@ -172,7 +172,9 @@ struct BackwardPass {
     KeySums<T> sums_in(T* at) const { return {at, at + call.keys * key_row(), key_row(), value_row()}; }
 
     // Sums that are of the right type and width already are added up where the gradients belong.
-    bool is_direct() const { return cut.splits == 1 && sizeof(T) == sizeof(In) && key_row() == call.d_k && value_row() == call.d_v; }
+    bool is_direct() const {
+        return cut.splits == 1 && sizeof(T) == sizeof(In) && key_row() == call.d_k && value_row() == call.d_v;
+    }
     KeySums<T> gradients_of(int64_t head) const {
         return {reinterpret_cast<T*>(to_key(head)), reinterpret_cast<T*>(to_value(head)), key_row(), value_row()};
     }

@@ -223,8 +223,9 @@ struct BackwardTile {
 
     bool copy_rows(const Backward& call, int i, int64_t r, int64_t l) {
         const Query &q = call.q, &o = call.grad_output;
-        const bool sound = copy_row(row_of(q, n, g, r, l), q.d, call.d_k, T(scale_of(call, r, l)), query_rows + i * padded<T>(call.d_k));
-        return copy_row(row_of(o, n, g, r, l), o.d, call.d_v, T(1), grad_rows + i * padded<T>(call.d_v)) && sound;
+        T *query = query_rows + i * padded<T>(call.d_k), *grad = grad_rows + i * padded<T>(call.d_v);
+        const bool sound = copy_row(row_of(q, n, g, r, l), q.d, call.d_k, T(scale_of(call, r, l)), query);
+        return copy_row(row_of(o, n, g, r, l), o.d, call.d_v, T(1), grad) && sound;
     }
 
     // From what the forward pass saved to the factors of the row's weights.
@@ -340,9 +341,9 @@ struct BackwardTile {
                 const int i = first + lane;
                 dots[lane] = S::zero();
                 if (i >= rows) continue;
+                const T* row = query_rows + i * padded<T>(call.d_k);
                 // A row that sees nothing may have any q.
-                if (inverse[i] != 0)
-                    dots[lane] = multiply_lanes(query_rows + i * padded<T>(call.d_k), row_of(call.q, n, g, at.r, at.l), call.q.d, call.d_k);
+                if (inverse[i] != 0) dots[lane] = multiply_lanes(row, row_of(call.q, n, g, at.r, at.l), call.q.d, call.d_k);
                 at.step(i + 1 < rows);
             }
             T sums[S::lanes];
