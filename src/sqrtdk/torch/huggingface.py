@@ -54,6 +54,8 @@ def register_huggingface(name: str = "sqrtdk") -> None:
     registrations = list(zip(_import_interfaces(), (attend, make_mask), strict=True))
     if any(registry().get(name, function) is not function for registry, function in registrations):
         raise InvalidValueError(f"name {name!r} is taken: transformers has another function of that name")
+    # What a tracer need not follow. Marked here, not at import: it loads torch's compiler, longer to load than torch.
+    torch.compiler.assume_constant_result(_read_layers)  # type: ignore[no-untyped-call]
     for registry, function in registrations:
         registry.register(name, function)
 
@@ -119,7 +121,6 @@ def make_mask(
     return mask
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _read_layers(config_class: type) -> str:
     """Which attention layers of a model ask transformers for their function: "dispatched" (all), "mixed", "own" (none).
 
