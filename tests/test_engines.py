@@ -1,0 +1,98 @@
+"""Who computes a call: engines say whether they take it, one function chooses, and a fallback is never silent."""
+
+import numpy as np
+import pytest
+
+import sqrtdk
+from oracle import draw
+from sqrtdk import backends
+from sqrtdk.call import Band, Call, Slopes, Wanted, flatten, restore
+from sqrtdk.engines import choose
+from sqrtdk.engines.kernel import KERNEL
+from sqrtdk.engines.reference import REFERENCE
+from sqrtdk.errors import FallbackWarning, InvalidValueError
+
+
+class Refusing:
+    """An engine that takes nothing."""
+
+    def __init__(self, name, reason="it is closed"):
+        self.name, self.reason = name, reason
+
+    def takes(self, call, wanted, plan):
+        return self.reason
+
+
+CALL = Call(*draw(0, (2, 5, 4), (2, 6, 4), 3))
+FREE, FORCED = (backends.plan()._replace(is_forced=forced) for forced in (False, True))
+
+
+class TestChoose:
+    def test_the_first_that_takes_the_call(self):
+        assert choose((KERNEL, REFERENCE), CALL, Wanted(), FREE) is KERNEL
+        assert choose((Refusing("one"), REFERENCE), CALL, Wanted(), FREE) is REFERENCE
+
+    def test_who_asked_for_the_first_by_name_is_told_the_reason(self):
+        with pytest.warns(FallbackWarning, match=r"was asked for but .* \(it is closed\); the engine 'reference' does"):
+            assert choose((Refusing("one"), REFERENCE), CALL, Wanted(), FORCED) is REFERENCE
+
+    def test_without_any_all_reasons_are_given(self):
+        with pytest.raises(InvalidValueError, match=r"it rains \(no engine .*: one: it is closed; two: it rains\)"):
+            choose((Refusing("one"), Refusing("two", "it rains")), CALL, Wanted(), FREE)
+
+
+class TestOneResult:
+    @pytest.mark.parametrize("name", ["reference", None])
+    def test_the_result_says_who_computed_it_and_is_still_a_triple(self, name):
+        with backends.use(name):
+            result = sqrtdk.attention(*CALL[:3])
+        assert result.engine == ("reference" if name or backends.current() == "reference" else "kernel")
+        output, _, weights = result
+        assert output.shape == (2, 5, 3)
+        assert weights is None
+        assert result._replace(output=None).engine == result.engine
+
+    def test_output_and_weights_come_from_one_pass(self, backend):
+        q, k, v = draw(1, (2, 4, 70, 16), (2, 2, 130, 16), 8, np.float32)
+        call = {"causal": True, "causal_offset": 60, "sinks": np.array([0.5, -1.0, 3.0, 0.0])}
+        result = sqrtdk.attention(q, k, v, weights=True, **call)
+        mixed = np.einsum("bhls,bhsv->bhlv", result.weights.astype(np.float64), np.repeat(v, 2, axis=1))
+        np.testing.assert_allclose(result.output, mixed, rtol=0, atol=2e-6)
+        assert np.array_equal(result.output, sqrtdk.attention(q, k, v, **call).output)
+        assert result.engine == ("reference" if backend == "reference" else "kernel")
+
+    def test_gradients_of_the_kernel_are_the_references(self, native):
+        q, k, v = draw(2, (2, 4, 70, 16), (2, 2, 130, 16), 8)
+        grad = np.random.default_rng(3).standard_normal((2, 4, 70, 8))
+        ours = sqrtdk.attention_gradients(q, k, v, grad, softcap=3.0)
+        with backends.use("reference"):
+            theirs = sqrtdk.attention_gradients(q, k, v, grad, softcap=3.0)
+        for one, other in zip(ours[:4], theirs[:4], strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
+
+
+class TestCall:
+    def test_a_call_survives_flattening(self):
+        call = Call(*CALL[:3], factor=0.3, softcap=2.0, dropout=0.1, band=Band(-3, 4, 7))
+        again = restore(flatten(call))
+        assert again[:10] == call[:10]
+        assert again.band == Band(-3, 4)  # no engine asks for the offset
+
+    @pytest.mark.parametrize(
+        "band", [Band(), Band(-2, 1), Band(last=0), Band(first=3), Band(5, 2), Band(-(2**61), 2**61)]
+    )
+    @pytest.mark.parametrize(("queries", "keys"), [(4, 7), (7, 4), (1, 1), (3, 0)])
+    def test_a_band_counts_what_it_shows(self, band, queries, keys):
+        rows = np.arange(queries)
+        seen = band.sees(rows, np.arange(keys))
+        seen = np.ones((queries, keys), bool) if seen is None else seen
+        assert (band.count_keys(rows, keys) == seen.sum(-1)).all()
+        for start in range(queries):
+            part = slice(start, min(start + 2, queries))
+            inside = band.keys_of(part, keys)
+            assert not seen[part][:, : inside.start].any()
+            assert not seen[part][:, inside.stop :].any()
+
+    def test_slopes_and_wanted_ask_for_little_by_default(self):
+        assert Wanted() == (False, False, False, False)
+        assert Slopes(1.0)[1:] == (None, True, False, False)

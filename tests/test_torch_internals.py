@@ -1,0 +1,82 @@
+"""Every private name of torch that sqrtdk relies on does on this torch what it is relied on for."""
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sqrtdk.torch import internals
+
+
+class Passing(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+def test_nobody_watches_by_default():
+    assert internals.is_unobserved()
+    assert not internals.is_forward_mode()
+    assert not internals.is_transformed()
+
+
+def test_whoever_watches_is_noticed():
+    watchers = {
+        "mode": Passing(),
+        "autocast": torch.autocast("cpu"),
+        "profiler": torch.profiler.profile(),
+        "tangents": forward_ad.dual_level(),
+    }
+    for name, watcher in watchers.items():
+        with watcher:
+            assert not internals.is_unobserved(), name
+        assert internals.is_unobserved(), name
+    seen = []
+    torch.func.vmap(lambda x: seen.append((internals.is_unobserved(), internals.is_transformed())) or x)(torch.ones(2))
+    assert seen == [(False, True)]
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_tracers_are_noticed():
+    seen = []
+    torch.jit.trace(lambda x: seen.append(internals.is_unobserved()) or x + 1, torch.ones(2), check_trace=False)
+    assert seen == [False]
+    compiled = torch.compile(lambda x: x + (1 if internals.is_unobserved() else 2), backend="eager", fullgraph=True)
+    assert compiled(torch.zeros(1)).item() == 2
+
+
+def test_tangents_are_noticed_and_left_out():
+    with forward_ad.dual_level():
+        x = forward_ad.make_dual(torch.ones(2), torch.ones(2))
+        assert internals.is_forward_mode()
+        assert forward_ad.unpack_dual(2 * x).tangent is not None
+        with internals.without_derivatives():
+            assert forward_ad.unpack_dual(2 * x).tangent is None
+
+
+def test_who_follows_a_tensor():
+    leaf = torch.ones(2, requires_grad=True)
+    assert internals.levels_that_follow((None, torch.ones(2))) == (set(), False)
+    assert internals.levels_that_follow((leaf,)) == (set(), True)
+    seen = []
+    torch.func.grad(lambda x: seen.append(internals.levels_that_follow((x,))) or x.sum())(torch.ones(2))
+    torch.func.grad(torch.func.grad(lambda x: seen.append(internals.levels_that_follow((x,))) or x))(torch.tensor(1.0))
+    assert [(len(transforms), outer) for transforms, outer in seen] == [(1, False), (2, False)]
+
+
+def test_the_plain_apply_records_as_apply_does():
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(x):
+            return 2 * x
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.factor = 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return ctx.factor * grad
+
+    x = torch.ones(3, requires_grad=True)
+    internals.plain_apply(Double)(x).sum().backward()
+    assert x.grad.tolist() == [2, 2, 2]
