@@ -5,6 +5,8 @@
 // bfloat16, which has no buffer format, comes as a view of uint16.
 #include <nanobind/nanobind.h>
 
+#include <unistd.h>
+
 #include <chrono>
 #include <cstdint>
 #include <optional>
@@ -38,6 +40,34 @@ sqrtdk::Statistics statistics_at(double* floats, int64_t* counts, int64_t all_ro
     return to;
 }
 
+// Asks for the GIL by `take`. At the end of the interpreter Python ends a daemon thread that asks for it, by unwinding its
+// stack (newer versions let it wait for ever); nanobind's frames and destructors do not survive that and the process would
+// abort. So the thread waits here until the process is gone.
+template <class Take>
+void take_gil(Take take) noexcept {
+    try {
+        take();
+    } catch (...) {
+        for (;;) {
+            pause();
+        }
+    }
+}
+
+// The GIL is free as long as this lives.
+class ReleasedGil {
+public:
+    ReleasedGil() : thread_(PyEval_SaveThread()) {}
+    ~ReleasedGil() {
+        take_gil([this] { PyEval_RestoreThread(thread_); });
+    }
+    ReleasedGil(const ReleasedGil&) = delete;
+    ReleasedGil& operator=(const ReleasedGil&) = delete;
+
+private:
+    PyThreadState* const thread_;
+};
+
 // Ctrl-C is looked for twenty times a second: taking the GIL more often would wait for other Python threads each time.
 class Interrupts {
 public:
@@ -47,8 +77,10 @@ public:
         if (now < self.next_) {
             return self.raised_;
         }
-        nb::gil_scoped_acquire gil;
+        PyGILState_STATE before{};
+        take_gil([&before] { before = PyGILState_Ensure(); });
         self.raised_ = self.raised_ || PyErr_CheckSignals() != 0;
+        PyGILState_Release(before);
         self.next_ = std::chrono::steady_clock::now() + interval;
         return self.raised_;
     }
@@ -68,9 +100,10 @@ void raise_unless_ok(sqrtdk::Status status, const char* level) {
         case sqrtdk::Status::out_of_memory:
             PyErr_NoMemory();
             throw nb::python_error();
-        case sqrtdk::Status::invalid:
-            PyErr_SetString(PyExc_ValueError, "the kernel knows no such dtype or kind of mask");
-            throw nb::python_error();
+        case sqrtdk::Status::unknown_dtype:
+            throw nb::value_error("the kernel has no such dtype");
+        case sqrtdk::Status::unknown_mask:
+            throw nb::value_error("the kernel has no such kind of mask");
         default:
             PyErr_Format(PyExc_RuntimeError, "the kernel has no level '%s' that runs here", level);
             throw nb::python_error();
@@ -87,7 +120,7 @@ void run_rounds(const Inputs& inputs, const char* level, const Run& run) {
     sqrtdk::Status status = sqrtdk::Status::ok;
     {
         // A call of a few microseconds is over before another thread could have used the GIL.
-        std::optional<nb::gil_scoped_release> released;
+        std::optional<ReleasedGil> released;
         if (inputs.size() > small_call) {
             released.emplace();
         }
@@ -202,8 +235,8 @@ NB_MODULE(_kernel, module) {
     module.def("levels", &list_levels, "The CPU levels compiled in, best first: (name, runs here).");
     module.def("best_level", [] { return sqrtdk::best_level(); }, "The best level that runs here.");
     module.def("probe_fma", &sqrtdk::probe_fma, nb::arg("level"), nb::arg("threads"),
-               nb::call_guard<nb::gil_scoped_release>(), "float32 multiply-adds per second.");
+               nb::call_guard<ReleasedGil>(), "float32 multiply-adds per second.");
     module.def("probe_read", &sqrtdk::probe_read, nb::arg("level"), nb::arg("threads"),
-               nb::call_guard<nb::gil_scoped_release>(), "Bytes read per second.");
+               nb::call_guard<ReleasedGil>(), "Bytes read per second.");
     module.def("pool_size", &sqrtdk::pool_size, "Worker threads alive now, the caller's left out.");
 }

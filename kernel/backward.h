@@ -272,7 +272,7 @@ Status backward(const Backward& call) {
         case Dtype::float32: return run<float, float>(call);
         case Dtype::float64: return run<double, double>(call);
     }
-    return Status::invalid;
+    return Status::unknown_dtype;
 }
 
 }  // namespace SQRTDK_LEVEL

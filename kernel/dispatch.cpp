@@ -55,6 +55,12 @@ int64_t milliseconds() {
 
 constexpr int64_t poll_every = 20;
 
+// Whether a number that came from outside is one of an enumeration's.
+template <class Enumeration>
+bool is_one_of(Enumeration value, Enumeration first, Enumeration last) {
+    return int(first) <= int(value) && int(value) <= int(last);
+}
+
 }  // namespace
 
 Work::Work(const Problem& call, int64_t pieces)
@@ -93,8 +99,8 @@ template <class Call>
 Status run(const Call& call, const char* level, Status (*Implementation::*pass)(const Call&)) {
     const Implementation* implementation = find(level);
     if (implementation == nullptr) return Status::unknown_level;
-    const int dtype = int(call.dtype), mask = int(call.mask.kind);
-    if (dtype < 0 || dtype > int(Dtype::float64) || mask < 0 || mask > int(MaskKind::float64)) return Status::invalid;
+    if (!is_one_of(call.dtype, Dtype::float16, Dtype::float64)) return Status::unknown_dtype;
+    if (!is_one_of(call.mask.kind, MaskKind::none, MaskKind::float64)) return Status::unknown_mask;
     // The caller's exception flags stay as they were, whatever is computed on the way to the pool and back.
     std::fenv_t environment;
     std::fegetenv(&environment);

@@ -10,6 +10,7 @@
 #include "kernel.h"
 #include "level.h"
 #include "row_state.h"
+#include "soften.h"
 #include "tile.h"
 #include "visibility.h"
 
@@ -129,13 +130,8 @@ struct FewRows {
             if (first >= last) continue;
             uint64_t word = (last == 64 ? ~0ull : (1ull << last) - 1) & ~((1ull << first) - 1);
             if (mask.kind == MaskKind::boolean) {
-                const uint8_t* p = static_cast<const uint8_t*>(mask.data) + at + 64 * w * mask.s;
-                uint64_t bits = 0;
-                int64_t j = first;
-                if (mask.s == 1 && first == 0)
-                    for (; j + 8 <= last; j += 8) bits |= gather_bits(p + j) << j;
-                for (; j < last; ++j) bits |= uint64_t(p[j * mask.s] != 0) << j;
-                word &= bits;
+                const uint8_t* p = static_cast<const uint8_t*>(mask.data) + at + (64 * w + first) * mask.s;
+                word &= read_booleans(p, mask.s, last - first) << first;
             } else if (mask.kind != MaskKind::none) {
                 for (int64_t j = first; j < last; ++j)
                     if (read_mask(mask, at + (64 * w + j) * mask.s) == -INFINITY) word &= ~(1ull << j);
@@ -245,8 +241,8 @@ struct FewRows {
         const T around = statistics && keys_seen > 0 ? T(add_lanes<T>(total) / keys_seen) : T(0);
         const Vec reference = S::all(around);
 
-        Vec sum = S::zero(), tail = S::zero(), tail2 = S::zero(), tail3 = S::zero(), ones = S::zero();
-        Vec moment = S::zero(), deviation = S::zero(), deviation2 = S::zero();
+        Vec sum = S::zero(), ones = S::zero(), deviation = S::zero(), deviation2 = S::zero();
+        TailSums<T> all, some;
         for (int64_t j = 0; j < count; j += S::lanes) {
             const Vec x = S::load(scores + j);
             const Vec p = exponential<T>(S::sub(x, base));
@@ -257,29 +253,31 @@ struct FewRows {
             const Vec t = S::keep(visible, S::sub(x, base)), d = S::keep(visible, S::sub(x, reference));
             const auto is_top = S::equal(x, base);
             const Vec rest = S::choose(is_top, S::zero(), p), square = S::mul(rest, rest);
-            moment = S::fnma(p, t, moment);
+            some.moment = S::fnma(p, t, some.moment);
             deviation = S::add(deviation, d);
             deviation2 = S::fma(d, d, deviation2);
-            tail = S::add(tail, rest);
-            tail2 = S::add(tail2, square);
-            tail3 = S::fma(square, rest, tail3);
+            some.tail = S::add(some.tail, rest);
+            some.tail2 = S::add(some.tail2, square);
+            some.tail3 = S::fma(square, rest, some.tail3);
             ones = S::add(ones, S::keep(is_top, one));
+            if ((j / S::lanes + 1) % tail_stretch == 0) all.add(some);
         }
         block.factor[row] = factor;
         block.old_top[row] = old_top;
         block.top[row] = top;
         block.sum[row] = T(add_lanes<T>(sum));
         if (!statistics) return;
-        block.tail[row] = T(add_lanes<T>(tail));
-        block.tail2[row] = T(add_lanes<T>(tail2));
-        block.tail3[row] = T(add_lanes<T>(tail3));
+        all.add(some);
+        block.tail[row] = T(add_lanes<T>(all.tail));
+        block.tail2[row] = T(add_lanes<T>(all.tail2));
+        block.tail3[row] = T(add_lanes<T>(all.tail3));
         block.ones[row] = T(add_lanes<T>(ones));
-        block.moment[row] = T(add_lanes<T>(moment));
+        block.moment[row] = T(add_lanes<T>(all.moment));
         block.count[row] = T(keys_seen);
         block.reference[row] = around;
         block.deviation[row] = T(add_lanes<T>(deviation));
         block.deviation2[row] = T(add_lanes<T>(deviation2));
-        if (sizeof(T) < sizeof(double) && block.tail[row] < tiny_tail<T>) {
+        if (sizeof(T) < sizeof(double) && block.tail[row] > 0 && block.tail3[row] < tiny_cubes<T>) {
             block.has_tiny = true;
             block.tail2[row] = block.tail3[row] = 0;
             for (int64_t j = 0; j < count; ++j) {

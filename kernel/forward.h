@@ -46,16 +46,19 @@ struct TilePass {
             const int64_t first = (tiles - 1 - piece % tiles) * W;
             const int count = int(smaller(rows - first, W));
             const int64_t n = head / call.groups, g = head % call.groups;
-            uint64_t odd = loop->run(call, scratch, n, g, first, count, false);
-            if (odd != 0) odd = loop->run(call, scratch, n, g, first, count, true);
+            auto odd = loop->run(call, scratch, n, g, first, count, false);
+            if ((odd.output & ~odd.unfolded) != 0) odd = loop->run(call, scratch, n, g, first, count, true);
             if (call.weights != nullptr) write_weights(*loop, call, scratch, n, g, first, count);
-            if (odd == 0) continue;
+            const uint64_t wrong = odd.output | odd.unfolded, any = wrong | odd.description;
             for (int i = 0; i < count; ++i)
-                if ((odd >> i & 1) && !attend_carefully<In>(call, n, g, first + i)) work.fail(Status::out_of_memory);
+                if ((any >> i & 1) && !attend_carefully<In>(call, n, g, first + i, !(wrong >> i & 1)))
+                    work.fail(Status::out_of_memory);
         }
     }
 };
 
+// The keys of a head are cut by their number alone and the parts merged in order. A part is a piece of work of its own if
+// there are few heads; else a worker goes through the parts of a head, with the same bits.
 template <class T, class In, bool statistics>
 struct FewPass {
     using Loop = FewRows<T, In, statistics>;
@@ -63,57 +66,68 @@ struct FewPass {
     const Forward& call;
     Work& work;
     int64_t splits, per_split;
-    Loop* loops;  // [piece], and
-    T* outputs;   // [piece][rows][V], only if heads are cut: else a worker's own serve one head after the other
+    bool apart;   // whether a part is a piece, then there are
+    Loop* loops;  // [piece] and
+    T* outputs;   // [piece][rows][V]
 
     static void body(void* context, int worker) { static_cast<FewPass*>(context)->serve(worker); }
 
     void serve(int worker) {
         const size_t d_k = size_t(call.d_k), d_v = size_t(call.d_v), rows = size_t(call.shared * call.queries);
-        Arena arena(sizeof(T) * (rows * (d_k + d_v) + 2 * few_block + few_block * (d_k + d_v)) + sizeof(Loop) + 8 * 64);
+        Arena arena(sizeof(T) * (rows * (d_k + 2 * d_v) + 2 * few_block + few_block * (d_k + d_v)) + 2 * sizeof(Loop) + 9 * 64);
         if (!arena.ok()) return work.fail(Status::out_of_memory);
         FewScratch<T> scratch;
         scratch.queries = arena.take<T>(rows * d_k);
         scratch.scores = arena.take<T>(2 * few_block);
         scratch.keys = arena.take<T>(few_block * d_k);
         scratch.values = arena.take<T>(few_block * d_v);
-        Loop* own_loop = arena.take<Loop>(1);
-        T* own_output = arena.take<T>(rows * d_v);
+        Loop* loop = arena.take<Loop>(1);
+        Loop* next_loop = arena.take<Loop>(1);
+        T* output = arena.take<T>(rows * d_v);
+        T* next_output = arena.take<T>(rows * d_v);
         for (int64_t piece; (piece = work.take(worker)) >= 0;) {
-            const int64_t head = piece / splits, split = piece % splits;
-            const int64_t begin = smaller(split * per_split, call.keys), end = smaller(begin + per_split, call.keys);
-            Loop* loop = splits == 1 ? own_loop : loops + piece;
-            T* output = splits == 1 ? own_output : outputs + piece * int64_t(rows) * call.d_v;
-            loop->run(call, scratch, output, head / call.groups, head % call.groups, begin, end);
-            if (splits == 1 && !finish(head, loop, output)) work.fail(Status::out_of_memory);
+            if (apart) {
+                run_split(scratch, piece / splits, piece % splits, loops + piece, outputs + piece * int64_t(rows) * call.d_v);
+                continue;
+            }
+            run_split(scratch, piece, 0, loop, output);
+            for (int64_t split = 1; split < splits; ++split) {
+                run_split(scratch, piece, split, next_loop, next_output);
+                merge(*loop, *next_loop, output, next_output);
+            }
+            if (!finish(piece, *loop, output)) work.fail(Status::out_of_memory);
         }
     }
 
-    // Adds up the splits of one head in order, and writes its rows.
-    bool finish(int64_t head, Loop* of_head, T* output) {
+    void run_split(const FewScratch<T>& scratch, int64_t head, int64_t split, Loop* loop, T* output) {
+        const int64_t begin = smaller(split * per_split, call.keys), end = smaller(begin + per_split, call.keys);
+        loop->run(call, scratch, output, head / call.groups, head % call.groups, begin, end);
+    }
+
+    void merge(Loop& loop, const Loop& other, T* output, const T* more) {
+        const int rows = int(call.shared * call.queries);
+        double keep[few], take[few];
+        merge_states<T, few>(loop.state, other.state, rows, keep, take);
+        for (int row = 0; row < rows; ++row) {
+            loop.seen[row] = loop.seen[row] || other.seen[row];
+            for (int64_t d = row * call.d_v; d < (row + 1) * call.d_v; ++d)
+                output[d] = T(keep[row] * double(output[d]) + take[row] * double(more[d]));
+        }
+    }
+
+    // Writes the rows of a head whose keys have all been taken in.
+    bool finish(int64_t head, const Loop& loop, const T* output) {
         const int rows = int(call.shared * call.queries);
         const int64_t n = head / call.groups, g = head % call.groups, d_v = call.d_v;
-        Loop& first = of_head[0];
-        for (int64_t split = 1; split < splits; ++split) {
-            Loop& other = of_head[split];
-            double keep[few], take[few];
-            merge_states<T, few>(first.state, other.state, keep, take);
-            const T* more = output + split * rows * d_v;
-            for (int row = 0; row < rows; ++row) {
-                first.seen[row] = first.seen[row] || other.seen[row];
-                for (int64_t d = 0; d < d_v; ++d)
-                    output[row * d_v + d] = T(keep[row] * double(output[row * d_v + d]) + take[row] * double(more[row * d_v + d]));
-            }
-        }
         bool ok = true;
         const bool scores = call.softcap > 0 || call.mask.kind > MaskKind::boolean;
         for (int row = 0; row < rows; ++row) {
             const int64_t at = (n * call.groups + g) * rows + row;
             const double* sink = call.sinks == nullptr ? nullptr : call.sinks + g * call.shared + row / call.queries;
-            const RowState<T, few>& state = first.state;
-            const bool sees = first.seen[row];
-            const double total = state.sum[row] + (sink != nullptr && sees ? std::exp(*sink - double(state.top[row])) : 0.0);
-            const T inverse = sees ? T(1.0 / total) : T(0);
+            const RowState<T, few>& state = loop.state;
+            const bool sees = loop.seen[row];
+            T inverse;
+            const bool divides = invert_sum(state, row, sees, sink, &inverse);
             In* to = static_cast<In*>(call.output) + at * d_v;
             double check = (state.sum[row] + double(state.top[row])) * 0.0;
             for (int64_t d = 0; d < d_v; ++d) {
@@ -123,10 +137,11 @@ struct FewPass {
             if (statistics) write_statistics<T, few>(call.statistics, at, state, row, scores, sink);
             save_row(call.saved, at, state.top[row], state.sum[row]);
             if (call.weights != nullptr) ok = write_few_weights<Loop, In>(call, n, g, row, state.top[row], inverse) && ok;
+            if (!sees) continue;
             const Scale& s = call.scale;
             const double scale = s.data[n * s.n + g * s.g + row / call.queries * s.r + row % call.queries * s.l];
-            const bool sound = check == 0 && state.sum[row] > 0 && (!statistics || is_described(state, row));
-            if (sees && !(sound && can_fold<T>(scale))) ok = attend_carefully<In>(call, n, g, row) && ok;
+            const bool sound = check == 0 && state.sum[row] > 0 && divides && can_fold<T>(scale);
+            if (!sound || (statistics && !is_described(state, row))) ok = attend_carefully<In>(call, n, g, row, sound) && ok;
         }
         return ok;
     }
@@ -147,26 +162,31 @@ template <class T, class In, bool statistics>
 Status run_few(const Forward& call) {
     using Pass = FewPass<T, In, statistics>;
     const int64_t rows = call.shared * call.queries, heads = call.batch * call.groups;
-    // From the shape alone: few heads over many keys are cut, so that more than one thread has something to do.
-    int64_t splits = heads >= 8 ? 1 : smaller((call.keys + 1023) / 1024, 8);
-    splits = larger(splits, 1);
+    // From the shape of one head alone: bits must not depend on how many heads come in one call.
+    const int64_t splits = larger(smaller((call.keys + 1023) / 1024, 8), 1);
     const int64_t per_split = ((call.keys + splits - 1) / splits + few_block - 1) / few_block * few_block;
-    const int64_t pieces = heads * splits;
-    const size_t kept = splits > 1 ? size_t(pieces) : 0;
-    Arena arena(kept * (sizeof(typename Pass::Loop) + sizeof(T) * size_t(rows * call.d_v)) + 256);
+    // Few heads over many keys: more than one thread should have something to do.
+    const bool apart = heads < 8 && splits > 1;
+    const int64_t pieces = apart ? heads * splits : heads;
+    const size_t kept = apart ? size_t(pieces) : 0;
+    const int64_t width = rows * call.d_v;
+    Arena arena(kept * (sizeof(typename Pass::Loop) + sizeof(T) * size_t(width)) + 256);
     if (!arena.ok()) return Status::out_of_memory;
     Work work(call, pieces);
     auto* loops = arena.take<typename Pass::Loop>(kept);
-    auto* outputs = arena.take<T>(kept * size_t(rows * call.d_v));
-    Pass pass{call, work, splits, per_split, loops, outputs};
+    auto* outputs = arena.take<T>(kept * size_t(width));
+    Pass pass{call, work, splits, per_split, apart, loops, outputs};
     const double size = double(heads) * double(rows) * double(call.keys) * double(call.d_k + call.d_v);
     // Bound by memory, a multiply-add takes about four times as long as in a tile.
     if (!run_on_pool(useful_threads(call.threads, pieces, 4 * size), pass.body, &pass, call.team)) return Status::out_of_memory;
-    if (splits > 1 && work.status() == Status::ok)
-        for (int64_t head = 0; head < heads; ++head)
-            if (!pass.finish(head, loops + head * splits, outputs + head * splits * rows * call.d_v))
-                return Status::out_of_memory;
-    return work.status();
+    if (!apart || work.status() != Status::ok) return work.status();
+    for (int64_t head = 0; head < heads; ++head) {
+        const int64_t first = head * splits;
+        for (int64_t piece = first + 1; piece < first + splits; ++piece)
+            pass.merge(loops[first], loops[piece], outputs + first * width, outputs + piece * width);
+        if (!pass.finish(head, loops[first], outputs + first * width)) return Status::out_of_memory;
+    }
+    return Status::ok;
 }
 
 template <class T, class In>
@@ -185,7 +205,7 @@ Status forward(const Forward& call) {
         case Dtype::float32: return run<float, float>(call);
         case Dtype::float64: return run<double, double>(call);
     }
-    return Status::invalid;
+    return Status::unknown_dtype;
 }
 
 // Independent chains of multiply-adds that stay in registers: what the products could reach at best.

@@ -9,7 +9,7 @@ namespace sqrtdk {
 
 enum class Dtype : int { float16, bfloat16, float32, float64 };
 enum class MaskKind : int { none, boolean, float16, bfloat16, float32, float64 };
-enum class Status : int { ok, interrupted, out_of_memory, unknown_level, invalid };
+enum class Status : int { ok, interrupted, out_of_memory, unknown_level, unknown_dtype, unknown_mask };
 
 // A strided array; strides count elements and may be zero or negative.
 struct Query {  // [N, G, R, L, D]
@@ -24,7 +24,7 @@ struct Scale {  // float64 [N, G, R, L]
     const double* data;
     int64_t n, g, r, l;
 };
-struct Mask {  // [N, G, R, L, S]; boolean is one byte, 0 or 1; float is added to the logits, -inf hides
+struct Mask {  // [N, G, R, L, S]; boolean is one byte, 0 hides; float is added to the logits, -inf hides
     MaskKind kind;
     const void* data;
     int64_t n, g, r, l, s;

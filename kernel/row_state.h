@@ -30,9 +30,9 @@ struct alignas(64) BlockSums {
     double tiny2[W], tiny3[W];
 };
 
-// Below this tail the powers are summed again in float64: 2^-40 cubed is still a normal float.
+// A sum of cubes below this is taken again in float64, the squares with it: some of them may be denormal floats.
 template <class T>
-constexpr T tiny_tail = T(9.094947017729282e-13);
+constexpr T tiny_cubes = T(7.703719777548943e-34);
 
 // Count, mean and sum of squared deviations of the numbers seen so far. The mean is kept as its distance from an anchor, a
 // number of the first block: a row that differs by single ulps has a mean no floating-point number can hold.
@@ -127,8 +127,8 @@ bool is_described(const RowState<T, W>& row, int i) {
 
 // The whole state of other keys of the same rows, taken in by the same rule: they are one more block.
 template <class T, int W>
-void merge_states(RowState<T, W>& row, const RowState<T, W>& other, double (&keep)[W], double (&take)[W]) {
-    for (int i = 0; i < W; ++i) {
+void merge_states(RowState<T, W>& row, const RowState<T, W>& other, int rows, double (&keep)[W], double (&take)[W]) {
+    for (int i = 0; i < rows; ++i) {
         const double mine = row.top[i], theirs = other.top[i];
         const bool grew = theirs > mine;
         const double top = grew ? theirs : mine;
@@ -161,6 +161,19 @@ inline void save_row(const Saved& to, int64_t at, double top, double sum) {
     to.sum[at] = sum;
 }
 
+// 1/(sum + the sink's weight), by which the output is multiplied; 0 for a row that sees nothing. False if a sink makes it so
+// small that it has lost digits, unless the output is too small for any number anyway.
+template <class T, int W>
+bool invert_sum(const RowState<T, W>& row, int i, bool sees, const double* sink, T* inverse) {
+    constexpr double smallest = sizeof(T) == sizeof(float) ? 0x1p-126 : 0x1p-1022;
+    // exp of it times any number of values of any size is less than the smallest number.
+    constexpr double out_of_reach = sizeof(T) == sizeof(float) ? -240 : -1500;
+    const double top = row.top[i];
+    const double total = row.sum[i] + (sink != nullptr && sees ? std::exp(*sink - top) : 0.0);
+    *inverse = sees ? T(1.0 / total) : T(0);
+    return !(sees && 1.0 / total < smallest && top - *sink > out_of_reach);
+}
+
 // Writes the statistics of one row at its place; `scores` says whether score_* differ from the logits'.
 template <class T, int W>
 void write_statistics(const Statistics& to, int64_t at, const RowState<T, W>& row, int i, bool scores, const double* sink) {
@@ -169,11 +182,11 @@ void write_statistics(const Statistics& to, int64_t at, const RowState<T, W>& ro
     const bool some = count > 0;
     // The plain logarithm is three times as fast and as good where the tail is not small.
     const double log_total = row.tail[i] > 0.5 ? std::log(total) : std::log1p(row.tail[i]);
-    const double lse = some ? double(row.top[i]) + log_total : -INFINITY;
+    const double lse = some && std::isfinite(double(row.top[i])) ? double(row.top[i]) + log_total : double(row.top[i]);
     double entropy = some ? log_total + row.moment[i] * share : 0.0;
     to.visible_keys[at] = int64_t(count);
     to.max_key[at] = some ? row.max_key[i] : -1;
-    to.max_logit[at] = some ? double(row.top[i]) : -INFINITY;
+    to.max_logit[at] = row.top[i];
     to.logsumexp[at] = lse;
     // Rounding must not push past what n keys allow: H <= ln n, sum p <= 1 - 1/n. Only nearly uniform rows come close.
     if (total > 0.99 * count && entropy > std::log(count)) entropy = std::log(count);

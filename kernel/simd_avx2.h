@@ -13,6 +13,16 @@ namespace avx2 {
 template <class T>
 struct Simd;
 
+// One bit for each of 64 bytes: is it not zero.
+SQRTDK_INLINE uint64_t find_nonzero(const uint8_t* p) {
+    const __m256i zero = _mm256_setzero_si256();
+    const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32));
+    const uint64_t zeros = static_cast<uint32_t>(_mm256_movemask_epi8(_mm256_cmpeq_epi8(low, zero)));
+    const uint64_t more = static_cast<uint32_t>(_mm256_movemask_epi8(_mm256_cmpeq_epi8(high, zero)));
+    return ~(more << 32 | zeros);
+}
+
 // A mask is a vector of lanes that are all ones or all zeros.
 template <>
 struct Simd<float> {

@@ -13,6 +13,12 @@ namespace avx512 {
 template <class T>
 struct Simd;
 
+// One bit for each of 64 bytes: is it not zero.
+SQRTDK_INLINE uint64_t find_nonzero(const uint8_t* p) {
+    const __m512i bytes = _mm512_loadu_si512(p);
+    return _mm512_test_epi8_mask(bytes, bytes);
+}
+
 template <>
 struct Simd<float> {
     static constexpr int lanes = 16;

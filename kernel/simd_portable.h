@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "bytes.h"
+
 #if defined(__aarch64__)
 #include <arm_neon.h>
 #endif
@@ -19,7 +21,13 @@ namespace portable {
 template <class T>
 struct Simd;
 
-// A mask is a vector of lanes that are all ones or all zeros.
+// One bit for each of 64 bytes: is it not zero.
+SQRTDK_INLINE uint64_t find_nonzero(const uint8_t* p) {
+    uint64_t bits = 0;
+    for (int i = 0; i < 64; i += 8) bits |= find_nonzero_of_eight(p + i) << i;
+    return bits;
+}
+
 template <>
 struct Simd<float> {
     static constexpr int lanes = 4;

@@ -13,35 +13,29 @@ namespace sqrtdk {
 namespace SQRTDK_LEVEL {
 namespace {
 
-// Sums over the tail of one vector of rows without the weight 1 of their largest logits: taken again where "sum minus one"
-// would cancel. Where even the powers underflow they are summed in float64.
-template <class T, int W>
-__attribute__((noinline)) void sum_sharp_tails(const T* weights, int64_t keys, int at, BlockSums<T, W>& block) {
+// Vectors of weights that are added up in a row: many equal weights, as beside a sink, would all be rounded the same way.
+constexpr int64_t tail_stretch = 32;
+
+template <class T>
+struct TailSums {
     using S = Simd<T>;
-    const auto one = S::all(T(1));
-    auto tail = S::zero(), tail2 = S::zero(), tail3 = S::zero(), ones = S::zero();
-    for (int64_t j = 0; j < keys; ++j) {
-        const auto p = S::load(weights + j * W);
-        const auto is_one = S::equal(p, one);
-        const auto rest = S::choose(is_one, S::zero(), p), square = S::mul(rest, rest);
-        tail = S::add(tail, rest);
-        tail2 = S::add(tail2, square);
-        tail3 = S::fma(square, rest, tail3);
-        ones = S::add(ones, S::keep(is_one, one));
+    typename S::Vec tail = S::zero(), tail2 = S::zero(), tail3 = S::zero(), moment = S::zero();
+
+    // Takes the sums of a stretch in and sets them to 0.
+    inline __attribute__((always_inline)) void add(TailSums& some) {
+        tail = S::add(tail, some.tail);
+        tail2 = S::add(tail2, some.tail2);
+        tail3 = S::add(tail3, some.tail3);
+        moment = S::add(moment, some.moment);
+        some = TailSums();
     }
-    alignas(64) T exact[4][S::lanes];
-    S::store(exact[0], tail);
-    S::store(exact[1], tail2);
-    S::store(exact[2], tail3);
-    S::store(exact[3], ones);
-    for (int i = 0; i < S::lanes; ++i) {
-        if (!(block.tail[at + i] < T(0.5))) continue;
-        // Weights that round to 1 beside the largest belong to the tail.
-        const T extra = exact[3][i] > block.ones[at + i] ? exact[3][i] - block.ones[at + i] : T(0);
-        block.tail[at + i] = exact[0][i] + extra;
-        block.tail2[at + i] = exact[1][i] + extra;
-        block.tail3[at + i] = exact[2][i] + extra;
-        if (sizeof(T) == sizeof(double) || !(block.tail[at + i] < tiny_tail<T>)) continue;
+};
+
+// The squares and cubes of weights so small that they are denormal in T, or 0: in float64.
+template <class T, int W>
+__attribute__((noinline)) void sum_tiny_powers(const T* weights, int64_t keys, int at, BlockSums<T, W>& block) {
+    for (int i = 0; i < Simd<T>::lanes; ++i) {
+        if (!(block.tail[at + i] > 0 && block.tail3[at + i] < tiny_cubes<T>)) continue;
         block.has_tiny = true;
         block.tail2[at + i] = block.tail3[at + i] = 0;
         for (int64_t j = 0; j < keys; ++j) {
@@ -120,13 +114,12 @@ __attribute__((noinline)) bool soften(T* scores, int64_t keys, const uint64_t* w
     const Vec base = S::choose(S::equal(top, hidden), S::zero(), top);
     const Vec factor = exponential<T>(S::sub(old_top, base));
     const uint64_t grew = S::bits(S::less(old_top, top));
-    const auto reaches = S::equal(block_top, base);
     // Deviations are taken from the block's own mean, inexact as it is: from afar their squares would drown.
     const Vec reference = statistics ? S::div(S::add(total, total1), S::max(count, one)) : S::zero();
     if (statistics && grew != 0) find_tops<T, W>(scores, keys, grew, base, block.key + at);
 
-    Vec sum0 = S::zero(), sum1 = S::zero(), square_sum = S::zero(), cube_sum = S::zero();
-    Vec moment = S::zero(), deviation = S::zero(), deviation2 = S::zero();
+    Vec sum0 = S::zero(), sum1 = S::zero(), deviation = S::zero(), deviation2 = S::zero();
+    TailSums<T> all, some;
     auto step = [&](int64_t i, Vec& sum) __attribute__((always_inline)) {
         const Vec x = S::load(scores + i * W);
         Vec t = S::sub(x, base);
@@ -134,41 +127,49 @@ __attribute__((noinline)) bool soften(T* scores, int64_t keys, const uint64_t* w
         S::store(scores + i * W, p);
         sum = S::add(sum, p);
         if (!statistics) return;
+        // The largest is left out as it goes: taken off the sums in the end, its 1 would have drowned the small ones.
+        const Vec rest = S::keep(S::less(t, S::zero()), p), square = S::mul(rest, rest);
         Vec d = S::sub(x, reference);
         if (partial) {
             const auto sees = S::from_bits(words[i] >> at);
             t = S::keep(sees, t);
             d = S::keep(sees, d);
         }
-        const Vec square = S::mul(p, p);
-        moment = S::fnma(p, t, moment);
+        some.moment = S::fnma(p, t, some.moment);
         deviation = S::add(deviation, d);
         deviation2 = S::fma(d, d, deviation2);
-        square_sum = S::add(square_sum, square);
-        cube_sum = S::fma(square, p, cube_sum);
+        some.tail = S::add(some.tail, rest);
+        some.tail2 = S::add(some.tail2, square);
+        some.tail3 = S::fma(square, rest, some.tail3);
     };
-    for (j = 0; j + 2 <= keys; j += 2) {
-        step(j, sum0);
-        step(j + 1, sum1);
+    const int64_t stretch = statistics ? tail_stretch : keys;
+    for (int64_t from = 0; from < keys; from += stretch) {
+        const int64_t to = from + stretch < keys ? from + stretch : keys;
+        for (j = from; j + 2 <= to; j += 2) {
+            step(j, sum0);
+            step(j + 1, sum1);
+        }
+        if (j < to) step(j, sum0);
+        if (statistics) all.add(some);
     }
-    if (j < keys) step(j, sum0);
     const Vec sum = S::add(sum0, sum1);
     S::store(block.factor + at, factor);
     S::store(block.top + at, top);
     S::store(block.sum + at, sum);
     if (statistics) {
-        const Vec ones = S::keep(reaches, one), tail = S::sub(sum, ones);
         S::store(block.old_top + at, old_top);
-        S::store(block.tail + at, tail);
-        S::store(block.tail2 + at, S::sub(square_sum, ones));
-        S::store(block.tail3 + at, S::sub(cube_sum, ones));
-        S::store(block.ones + at, ones);
-        S::store(block.moment + at, moment);
+        S::store(block.tail + at, all.tail);
+        S::store(block.tail2 + at, all.tail2);
+        S::store(block.tail3 + at, all.tail3);
+        // Both sums are off by far less than a half.
+        S::store(block.ones + at, S::round(S::sub(sum, all.tail)));
+        S::store(block.moment + at, all.moment);
         S::store(block.count + at, count);
         S::store(block.reference + at, reference);
         S::store(block.deviation + at, deviation);
         S::store(block.deviation2 + at, deviation2);
-        if (S::bits(S::less(tail, S::all(T(0.5)))) != 0) sum_sharp_tails<T, W>(scores, keys, at, block);
+        if (sizeof(T) < sizeof(double) && S::bits(S::less(all.tail3, S::all(tiny_cubes<T>))) != 0)
+            sum_tiny_powers<T, W>(scores, keys, at, block);
     }
     return grew != 0;
 }

@@ -53,10 +53,17 @@ struct Tile {
     BlockSums<T, W> block;
     Visibility<T, W> sight;
 
-    // Rows [first_row, first_row + rows) of (n, g), counted r * L + l. Returns the rows that did not end finite.
-    uint64_t run(const Forward& call, const Scratch<T>& scratch, int64_t n, int64_t g, int64_t first_row, int rows,
+    // Rows that need more than the loop, one bit each.
+    struct Odd {
+        uint64_t unfolded;     // the scale could not be multiplied in beforehand
+        uint64_t output;       // did not end finite
+        uint64_t description;  // statistics that did not end finite
+    };
+
+    // Rows [first_row, first_row + rows) of (n, g), counted r * L + l.
+    Odd run(const Forward& call, const Scratch<T>& scratch, int64_t n, int64_t g, int64_t first_row, int rows,
                  bool careful) {
-        const uint64_t odd = load_queries(call, scratch.queries, n, g, first_row, rows);
+        const uint64_t unfolded = load_queries(call, scratch.queries, n, g, first_row, rows);
         place(call, n, g, first_row, rows);
         state.clear();
         for (int64_t i = 0; i < call.d_v * W; ++i) scratch.output[i] = 0;
@@ -64,7 +71,9 @@ struct Tile {
         const int64_t end = sight.end_key();
         for (int64_t begin = sight.first_key(); begin < end; begin += key_block)
             seen |= take_block(call, scratch, n, g, begin, smaller(begin + key_block, end), careful);
-        return odd | finish(call, scratch.output, n, g, first_row, rows, seen);
+        Odd odd = finish(call, scratch.output, n, g, first_row, rows, seen);
+        odd.unfolded = unfolded & seen;
+        return odd;
     }
 
     // Returns the rows whose scale cannot be multiplied in beforehand.
@@ -276,20 +285,19 @@ struct Tile {
         }
     }
 
-    uint64_t finish(const Forward& call, const T* output, int64_t n, int64_t g, int64_t first_row, int rows, uint64_t seen) {
+    Odd finish(const Forward& call, const T* output, int64_t n, int64_t g, int64_t first_row, int rows, uint64_t seen) {
         alignas(64) T inverse[W];
-        uint64_t bad = 0;
+        Odd odd = {};
         const bool scores = call.softcap > 0 || call.mask.kind > MaskKind::boolean;
         const int64_t out_row = ((n * call.groups + g) * call.shared) * call.queries + first_row;
         for (int i = 0; i < W; ++i) {
             const double* sink = nullptr;
             if (call.sinks != nullptr && i < rows) sink = call.sinks + g * call.shared + (first_row + i) / call.queries;
             const bool sees = seen >> i & 1;
-            const double total = state.sum[i] + (sink != nullptr && sees ? std::exp(*sink - double(state.top[i])) : 0.0);
-            inverse[i] = sees ? T(1.0 / total) : T(0);
+            const bool divides = invert_sum(state, i, sees, sink, inverse + i);
             const bool finite = std::isfinite(state.sum[i]) && std::isfinite(double(state.top[i])) && state.sum[i] > 0;
-            const bool described = !statistics || is_described(state, i);
-            if (i < rows && sees && !(finite && described)) bad |= 1ull << i;
+            if (i < rows && sees && !(finite && divides)) odd.output |= 1ull << i;
+            if (statistics && i < rows && sees && !is_described(state, i)) odd.description |= 1ull << i;
             if (statistics && i < rows) write_statistics<T, W>(call.statistics, out_row + i, state, i, scores, sink);
             if (i < rows) save_row(call.saved, out_row + i, state.top[i], state.sum[i]);
         }
@@ -319,9 +327,9 @@ struct Tile {
             }
             const uint64_t sound = S::bits(S::equal(check, S::zero()));
             for (int i = 0; i < S::lanes && c * S::lanes + i < rows; ++i)
-                if (!(sound >> i & 1)) bad |= 1ull << (c * S::lanes + i);
+                if (!(sound >> i & 1)) odd.output |= 1ull << (c * S::lanes + i);
         }
-        return bad;
+        return odd;
     }
 
     static void store_row(T* p, typename S::Vec x) { S::store(p, x); }

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "block_view.h"
+#include "bytes.h"
 #include "kernel.h"
 #include "level.h"
 
@@ -16,14 +17,17 @@ constexpr int key_block = 128;
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// The keys from + first .. from + last within [0, keys), as lo <= hi, or lo > hi if there are none. Open sides are int64
-// limits, so the sums must not wrap.
+// The keys position + first .. position + last within [0, keys), as lo <= hi. If there are none, lo = keys and hi = -1: a row
+// that widens no range of which it is a part. Open sides are int64 limits, so the sums must not wrap.
 inline void key_range(int64_t position, int64_t first, int64_t last, int64_t keys, int64_t* lo, int64_t* hi) {
     int64_t a, b;
     if (__builtin_add_overflow(position, first, &a)) a = first < 0 ? INT64_MIN : INT64_MAX;
     if (__builtin_add_overflow(position, last, &b)) b = last < 0 ? INT64_MIN : INT64_MAX;
     *lo = larger(a, 0);
     *hi = smaller(b, keys - 1);
+    if (*lo <= *hi) return;
+    *lo = keys;
+    *hi = -1;
 }
 
 enum class Sight { nothing, everything, something };
@@ -39,11 +43,15 @@ inline void transpose_bits(uint64_t (&words)[64]) {
         }
 }
 
-// Eight bytes of 0 or 1 as eight bits.
-inline uint64_t gather_bits(const uint8_t* p) {
-    uint64_t bytes;
-    __builtin_memcpy(&bytes, p, 8);
-    return (bytes * 0x0102040810204080ull) >> 56;
+// One bit for each of `count` <= 64 bytes, `step` apart: is it not zero.
+inline uint64_t read_booleans(const uint8_t* p, int64_t step, int64_t count) {
+    if (step == 1 && count == 64) return find_nonzero(p);
+    uint64_t bits = 0;
+    int64_t j = 0;
+    if (step == 1)
+        for (; j + 8 <= count; j += 8) bits |= find_nonzero_of_eight(p + j) << j;
+    for (; j < count; ++j) bits |= uint64_t(p[j * step] != 0) << j;
+    return bits;
 }
 
 template <class T, int W>
@@ -124,13 +132,7 @@ struct Visibility {
         for (int64_t from = 0; from < count; from += 64) {
             const int64_t some = smaller(count - from, 64);
             uint64_t bits[64] = {};
-            for (int i = 0; i < W; ++i) {
-                const uint8_t* p = data + mask_row[i] + (begin + from) * mask.s;
-                int64_t j = 0;
-                if (mask.s == 1)
-                    for (; j + 8 <= some; j += 8) bits[i] |= gather_bits(p + j) << j;
-                for (; j < some; ++j) bits[i] |= uint64_t(p[j * mask.s] != 0) << j;
-            }
+            for (int i = 0; i < W; ++i) bits[i] = read_booleans(data + mask_row[i] + (begin + from) * mask.s, mask.s, some);
             transpose_bits(bits);
             for (int64_t j = 0; j < some; ++j) words[from + j] &= bits[j];
         }

@@ -391,3 +391,29 @@ def test_ctrl_c_is_honoured_within_half_a_second_and_leaves_the_library_usable(n
         if waited[-1] < 0.5:
             break
     assert min(waited) < 0.5
+
+
+DAEMONS = """
+import sys, threading, time
+import numpy as np
+from sqrtdk import attention, backends
+backends.use(sys.argv[1])
+backends.use_threads(2)
+q = np.ones((1, int(sys.argv[2]), 64), np.float32)
+started = threading.Barrier(4)
+def work():
+    started.wait()
+    while True:
+        attention(q, q, q)
+for _ in range(3):
+    threading.Thread(target=work, daemon=True).start()
+started.wait()
+time.sleep(0.05)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [300, 6000])
+def test_the_interpreter_ends_in_peace_while_daemon_threads_compute(native, rows):
+    """Short calls are met as they come back for the GIL, long ones as they look for Ctrl-C."""
+    run_python(DAEMONS, native, str(rows))

@@ -1,6 +1,7 @@
 """The kernel on the threads of torch's own runtime."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -80,6 +81,42 @@ if child == 0:
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
     assert run(script) == ["0"]
+
+
+FORKED_BEFORE_THE_FIRST_CALL = """
+import os, sys, warnings
+import numpy as np
+import torch
+warnings.simplefilter("ignore")
+torch.set_num_threads(2)
+if sys.argv[1] == "imported":
+    import sqrtdk.torch
+torch.ones(1000, 1000).exp()  # torch's threads are started, and lost in the child
+child = os.fork()
+if child == 0:
+    import sqrtdk.torch
+    q, k, v = (torch.from_numpy(x) for x in np.random.default_rng(0).standard_normal((3, 2, 4, 512, 64)).astype("f"))
+    output = sqrtdk.torch.attention(q, k, v).output.numpy()
+    os._exit(0 if np.isfinite(output).all() and sqrtdk._kernel.pool_size() == 1 else 1)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@needs_kernel
+@pytest.mark.parametrize("parent", ["imported", "not imported"])
+def test_a_child_computes_whose_parent_used_torchs_threads_before_any_call(parent):
+    with subprocess.Popen(
+        [sys.executable, "-c", FORKED_BEFORE_THE_FIRST_CALL, parent],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=_environ({}),
+        start_new_session=True,
+    ) as process:
+        try:
+            assert process.communicate(timeout=120)[0].split() == ["0"]
+        finally:
+            if process.returncode is None:  # a child that hangs would outlive its parent
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 @needs_kernel

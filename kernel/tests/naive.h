@@ -83,29 +83,54 @@ inline void store(Dtype dtype, void* data, int64_t at, double value) {
     }
 }
 
+// Keys and values of one head, read once.
+struct Head {
+    std::vector<double> keys, values;  // [S][D], [S][V]
+};
+
+inline Head read_head(const Problem& call, int64_t n, int64_t g) {
+    Head head;
+    for (int64_t j = 0; j < call.keys; ++j) {
+        for (int64_t d = 0; d < call.d_k; ++d) {
+            head.keys.push_back(load(call.dtype, call.k.data, n * call.k.n + g * call.k.g + j * call.k.s + d * call.k.d));
+        }
+        for (int64_t c = 0; c < call.d_v; ++c) {
+            head.values.push_back(load(call.dtype, call.v.data, n * call.v.n + g * call.v.g + j * call.v.s + c * call.v.d));
+        }
+    }
+    return head;
+}
+
 // One row: what it sees and what follows from that.
 struct Row {
     std::vector<int64_t> keys;
     std::vector<double> scores, logits, weights;
+    std::vector<double> biases, magnitudes, key_sizes;  // what rounding is relative to: |scale| sum |q k|, sum |k|
     int64_t max_key = -1;
     double max_logit, logsumexp, entropy, tail_weight, tail_p2, tail_p3;
     double logit_mean, logit_variance, score_max, score_variance, sink_weight;
 };
 
+// NaN if one of the numbers is, as in NumPy. Mean and variance in a wider format, measured from the largest number.
 inline void describe(const std::vector<double>& x, double* largest, double* mean, double* variance) {
     *largest = -std::numeric_limits<double>::infinity();
-    *mean = *variance = x.empty() ? std::numeric_limits<double>::quiet_NaN() : 0.0;
+    *mean = *variance = std::numeric_limits<double>::quiet_NaN();
     for (double value : x) {
         *largest = std::isnan(*largest) || value <= *largest ? *largest : value;
     }
+    if (x.empty() || !std::isfinite(*largest)) {
+        return;
+    }
+    long double centre = 0.0L, square = 0.0L;
     for (double value : x) {
-        *mean += (value - *largest) / double(x.size());
+        centre += (static_cast<long double>(value) - *largest) / x.size();
     }
     for (double value : x) {
-        const double apart = value - *largest - *mean;
-        *variance += apart * apart / double(x.size());
+        const long double apart = static_cast<long double>(value) - *largest - centre;
+        square += apart * apart / x.size();
     }
-    *mean += *largest;
+    *mean = double(*largest + centre);
+    *variance = double(square);
 }
 
 inline bool sees(const Problem& call, int64_t n, int64_t g, int64_t r, int64_t i, int64_t j, double* bias) {
@@ -125,123 +150,94 @@ inline bool sees(const Problem& call, int64_t n, int64_t g, int64_t r, int64_t i
     return *bias != -std::numeric_limits<double>::infinity();
 }
 
-inline Row attend(const Problem& call, int64_t n, int64_t g, int64_t r, int64_t i) {
+inline Row attend(const Problem& call, const Head& head, int64_t n, int64_t g, int64_t r, int64_t i) {
     Row row;
     const double scale = call.scale.data[n * call.scale.n + g * call.scale.g + r * call.scale.r + i * call.scale.l];
+    std::vector<double> query;
+    for (int64_t d = 0; d < call.d_k; ++d) {
+        query.push_back(load(call.dtype, call.q.data, n * call.q.n + g * call.q.g + r * call.q.r + i * call.q.l + d * call.q.d));
+    }
     for (int64_t j = 0; j < call.keys; ++j) {
         double bias;
         if (!sees(call, n, g, r, i, j, &bias)) {
             continue;
         }
-        double product = 0.0;
+        double product = 0.0, magnitude = 0.0, key_size = 0.0;
         for (int64_t d = 0; d < call.d_k; ++d) {
-            const int64_t from = n * call.q.n + g * call.q.g + r * call.q.r + i * call.q.l + d * call.q.d;
-            const int64_t with = n * call.k.n + g * call.k.g + j * call.k.s + d * call.k.d;
-            product += load(call.dtype, call.q.data, from) * load(call.dtype, call.k.data, with);
+            const double term = query[size_t(d)] * head.keys[size_t(j * call.d_k + d)];
+            product += term;
+            magnitude += std::fabs(term);
+            key_size += std::fabs(head.keys[size_t(j * call.d_k + d)]);
         }
         const double score = scale * product;
         row.keys.push_back(j);
         row.scores.push_back(score);
         row.logits.push_back((call.softcap > 0 ? call.softcap * std::tanh(score / call.softcap) : score) + bias);
+        row.biases.push_back(bias);
+        row.magnitudes.push_back(std::fabs(scale) * magnitude);
+        row.key_sizes.push_back(key_size);
     }
     double unused;
     describe(row.logits, &row.max_logit, &row.logit_mean, &row.logit_variance);
     describe(row.scores, &row.score_max, &unused, &row.score_variance);
+    // The first NaN if there is one, else the first of the largest.
     size_t top = 0;
-    for (size_t j = 0; j < row.logits.size(); ++j) {
-        if (std::isnan(row.logits[j])) {  // A visible NaN is the answer, as in NumPy.
-            row.max_logit = row.logits[j];
-            top = j;
-            break;
-        }
-        if (row.logits[j] > row.logits[top]) {
-            top = j;
+    while (top < row.logits.size() && !std::isnan(row.logits[top])) {
+        ++top;
+    }
+    if (top == row.logits.size()) {
+        top = 0;
+        while (top < row.logits.size() && row.logits[top] != row.max_logit) {
+            ++top;
         }
     }
-    double rest = 0.0, below = 0.0, squares = 0.0, cubes = 0.0;
-    for (size_t j = 0; j < row.logits.size(); ++j) {
-        const double e = std::exp(row.logits[j] - row.max_logit);
-        row.weights.push_back(e);
+    const bool some = !row.keys.empty();
+    const bool finite = some && std::isfinite(row.max_logit);
+    // NaN where a visible logit is NaN or the largest is infinite.
+    const double poison = some && !finite ? std::numeric_limits<double>::quiet_NaN() : 0.0;
+    long double rest = 0.0L, below = 0.0L, squares = 0.0L, cubes = 0.0L;
+    for (size_t j = 0; finite && j < row.logits.size(); ++j) {
+        const long double apart = static_cast<long double>(row.logits[j]) - row.max_logit;
+        const long double e = std::isinf(row.logits[j]) ? 0.0L : std::exp(apart);
         if (j != top) {
             rest += e;
-            below += e > 0 ? e * (row.max_logit - row.logits[j]) : 0.0;
+            below -= e > 0 ? e * apart : 0.0L;
             squares += e * e;
             cubes += e * e * e;
         }
     }
-    const double total = 1.0 + rest;
-    const bool some = !row.keys.empty();
-    // NaN where a visible logit is NaN or the largest is infinite.
-    const double poison = some ? row.max_logit * 0.0 : 0.0;
+    const long double total = 1.0L + rest, log_total = std::log1p(rest);
+    const double empty = -std::numeric_limits<double>::infinity();
     row.max_key = some ? row.keys[top] : -1;
-    row.logsumexp = some ? row.max_logit + std::log1p(rest) : -std::numeric_limits<double>::infinity();
-    row.entropy = some ? std::fmin(std::log1p(rest) + below / total, std::log(double(row.keys.size()))) + poison : 0.0;
-    row.tail_weight = some ? rest / total + poison : 0.0;
-    row.tail_p2 = some ? squares / total / total + poison : 0.0;
-    row.tail_p3 = some ? cubes / total / total / total + poison : 0.0;
+    row.logsumexp = some ? (finite ? double(row.max_logit + log_total) : row.max_logit) : empty;
+    row.entropy = some ? double(log_total + below / total) + poison : 0.0;
+    row.tail_weight = some ? double(rest / total) + poison : 0.0;
+    row.tail_p2 = some ? double(squares / total / total) + poison : 0.0;
+    row.tail_p3 = some ? double(cubes / total / total / total) + poison : 0.0;
     row.sink_weight = 0.0;
-    double divisor = total;
+    long double divisor = total;
     if (call.sinks) {
         const double sink = call.sinks[g * call.shared + r];
-        row.sink_weight = 1.0 / (1.0 + std::exp(row.logsumexp - sink));
-        divisor += some ? std::exp(sink - row.max_logit) : 0.0;
+        row.sink_weight = double(1.0L / (1.0L + std::exp(static_cast<long double>(row.logsumexp) - sink)));
+        divisor += finite ? std::exp(static_cast<long double>(sink) - row.max_logit) : 0.0L;
     }
-    for (double& weight : row.weights) {
-        weight = weight / divisor + poison;
+    for (double logit : row.logits) {
+        const long double e = finite && std::isfinite(logit) ? std::exp(static_cast<long double>(logit) - row.max_logit) : 0.0L;
+        row.weights.push_back(double(e / divisor) + poison);
     }
     return row;
 }
 
-inline std::vector<double> weigh(const Forward& call, const Row& row, int64_t n, int64_t g) {
-    std::vector<double> sums(size_t(call.d_v), 0.0);
-    for (size_t j = 0; j < row.keys.size(); ++j) {
-        for (int64_t c = 0; c < call.d_v; ++c) {
-            const int64_t at = n * call.v.n + g * call.v.g + row.keys[j] * call.v.s + c * call.v.d;
-            sums[size_t(c)] += row.weights[j] * load(call.dtype, call.v.data, at);
+inline std::vector<double> weigh(const Forward& call, const Head& head, const Row& row) {
+    std::vector<double> sums;
+    for (int64_t c = 0; c < call.d_v; ++c) {
+        long double sum = 0.0L;
+        for (size_t j = 0; j < row.keys.size(); ++j) {
+            sum += static_cast<long double>(row.weights[j]) * head.values[size_t(row.keys[j] * call.d_v + c)];
         }
+        sums.push_back(double(sum));
     }
     return sums;
-}
-
-inline void write(const Statistics& to, int64_t at, const Row& row) {
-    to.visible_keys[at] = int64_t(row.keys.size());
-    to.max_key[at] = row.max_key;
-    to.max_logit[at] = row.max_logit;
-    to.logsumexp[at] = row.logsumexp;
-    to.entropy[at] = row.entropy;
-    to.tail_weight[at] = row.tail_weight;
-    to.tail_p2[at] = row.tail_p2;
-    to.tail_p3[at] = row.tail_p3;
-    to.logit_mean[at] = row.logit_mean;
-    to.logit_variance[at] = row.logit_variance;
-    to.score_max[at] = row.score_max;
-    to.score_variance[at] = row.score_variance;
-    to.sink_weight[at] = row.sink_weight;
-}
-
-// Asked after every row whether to stop, as the kernel asks between tiles.
-inline Status forward(const Forward& call) {
-    int64_t at = 0;
-    for (int64_t n = 0; n < call.batch; ++n) {
-        for (int64_t g = 0; g < call.groups; ++g) {
-            for (int64_t r = 0; r < call.shared; ++r) {
-                for (int64_t i = 0; i < call.queries; ++i, ++at) {
-                    const Row row = attend(call, n, g, r, i);
-                    const std::vector<double> sums = weigh(call, row, n, g);
-                    for (int64_t c = 0; c < call.d_v; ++c) {
-                        store(call.dtype, call.output, at * call.d_v + c, sums[size_t(c)]);
-                    }
-                    if (call.statistics.visible_keys) {
-                        write(call.statistics, at, row);
-                    }
-                    if (call.interrupted && call.interrupted(call.context)) {
-                        return Status::interrupted;
-                    }
-                }
-            }
-        }
-    }
-    return Status::ok;
 }
 
 }  // namespace naive

@@ -252,6 +252,19 @@ template <class T>
 const bool Checks<T>::fused = true;
 #endif
 
+void check_bytes() {
+    std::mt19937_64 random(3);
+    for (int repeat = 0; repeat < 5000; ++repeat) {
+        uint8_t bytes[65];
+        uint64_t expected = 0;
+        for (int i = 0; i < 65; ++i) bytes[i] = random() % 2 == 0 ? 0 : uint8_t(repeat < 64 ? 1 << (repeat % 8) : random());
+        for (int i = 0; i < 64; ++i) expected |= uint64_t(bytes[i + 1] != 0) << i;  // not aligned
+        if (sqrtdk::SQRTDK_LEVEL::find_nonzero(bytes + 1) == expected) continue;
+        ++failures;
+        std::fprintf(stderr, "find_nonzero: wrong bits\n");
+    }
+}
+
 bool runs_here() {
 #if defined(__AVX512F__)
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
@@ -273,6 +286,7 @@ int main() {
     }
     Checks<float>().run();
     Checks<double>().run();
+    check_bytes();
     if (failures == 0) std::printf("simd %s: everything holds\n", level);
     else std::fprintf(stderr, "simd %s: %d failures\n", level, failures);
     return failures == 0 ? 0 : 1;

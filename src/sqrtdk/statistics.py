@@ -68,6 +68,10 @@ class AttentionStatistics(Shown):
     share is `sink_weight`). A row that sees nothing has entropy and weights 0, `max_key` −1, maxima and logsumexp −inf,
     mean and variances NaN; summaries count such rows and leave them out of all but `visible_keys`.
 
+    `max_key` is the first of the keys with the largest logit. If a visible logit is NaN, it is the first of those, as
+    `numpy.argmax` has it, and `max_logit` and what follows from the weights are NaN; `score_max` is NaN if a visible
+    score is. If the largest logit is infinite, `logsumexp` is the same infinity; weights, mean and variance are NaN.
+
     The largest weight is kept apart: `tail_weight`, `tail_p2`, `tail_p3` are Σp, Σp², Σp³ over all keys but the
     largest. So 1 − Σp² and the Jacobian's norm keep their relative accuracy when the row is one-hot but for 1e-20,
     where 1 − Σp² taken from a rounded Σp² would be 0.

@@ -20,6 +20,9 @@ def describe(logits: Any, scores: Any, visible: Any, sink: Any) -> list[Any]:
     count = visible.sum(-1)
     some = count > 0
     top, at = _find_largest(xp, logits)
+    if logits.shape[-1]:
+        # Where all that is visible is −inf, what is hidden is so too: the first visible key is the largest.
+        at = xp.where(top == -xp.inf, (visible * 1).argmax(-1), at)
     largest = top[..., None]
     # The largest term is exactly 1 and is kept apart, so that what is left of it never drowns in rounding.
     below = largest - logits
@@ -33,7 +36,7 @@ def describe(logits: Any, scores: Any, visible: Any, sink: Any) -> list[Any]:
         scores = xp.where(visible, scores, -xp.inf)
         score_max = _find_largest(xp, scores)[0]
         score_variance = _mean_and_variance(xp, scores, visible, score_max[..., None])[1]
-    logsumexp = xp.where(some, top + xp.log1p(rest), -xp.inf)
+    logsumexp = xp.where(xp.isfinite(top), top + xp.log1p(rest), top)
     # Rounding may lift a uniform row an ulp above the largest entropy there is.
     entropy = xp.log1p(rest) + xp.where(tail > 0, tail * below, 0.0).sum(-1) / total
     entropy = xp.minimum(entropy, xp.log(xp.ones_like(rest) * count.clip(1, None)))
@@ -86,13 +89,19 @@ def _mean_and_variance(xp: Any, x: Any, visible: Any, origin: Any) -> tuple[Any,
     """Mean and population variance over the visible keys; NaN without any.
 
     Measured from `origin`, one of the numbers: the distances of a row that differs by an ulp are exact, so the rounding
-    of their mean cannot hide the spread; then two passes.
+    of their mean cannot hide the spread; then two passes. Numbers further apart than float64 reaches have no distance;
+    their mean is the sum of their shares.
     """
     count = visible.sum(-1)
-    n = count.clip(1, None)
+    n = count.clip(1, None)[..., None]
+    first = origin[..., 0]
     apart = xp.where(visible, x - origin, 0.0)
-    centre = apart.sum(-1) / n
-    deviation = xp.where(visible, apart - centre[..., None], 0.0)
-    variance = (deviation * deviation).sum(-1) / n
+    centre = (apart / n).sum(-1)
+    far = xp.isfinite(first) & ~xp.isfinite(centre)
+    plain = xp.where(visible, x / n, 0.0).sum(-1)
+    mean = xp.where(far, plain, first + centre)
+    deviation = xp.where(far[..., None], x - plain[..., None], apart - centre[..., None])
+    deviation = xp.where(visible, deviation, 0.0)
+    variance = (deviation * (deviation / n)).sum(-1)
     some = count > 0
-    return xp.where(some, origin[..., 0] + centre, xp.nan), xp.where(some, variance, xp.nan)
+    return xp.where(some, mean, xp.nan), xp.where(some, variance, xp.nan)

@@ -151,9 +151,14 @@ def _compute_softmax(rows: Rows) -> _Softmax:
     origin = np.where(rows.visible.any(axis=-1, keepdims=True), largest, 0.0)
     exponentials = np.exp(logits - origin)
     total = exponentials.sum(axis=-1, keepdims=True)
-    with_sink = total if rows.sink is None else total + np.exp(rows.sink - origin)
+    shares, whole = exponentials, total
+    if rows.sink is not None:
+        # The larger of sink and logits is the origin: the other way round a sink 710 above would overflow.
+        shift = np.where(np.isfinite(origin), np.maximum(origin, rows.sink), origin)
+        shares = np.exp(logits - shift)
+        whole = shares.sum(axis=-1, keepdims=True) + np.exp(rows.sink - shift)
     # A row with a NaN logit has NaN weights on what it sees, and still 0 on what it does not see.
-    weights = np.where(rows.visible, exponentials / np.where(with_sink == 0.0, 1.0, with_sink), 0.0)
+    weights = np.where(rows.visible, shares / np.where(whole == 0.0, 1.0, whole), 0.0)
     return _Softmax(products, scores, squashed, logits, largest, exponentials, total, weights)
 
 

@@ -16,14 +16,17 @@ import torch
 
 from sqrtdk import backends
 
+_FORKED_WITHOUT_EXEC = 0x40
+
 _address: int | None = None
+_imported_by = os.getpid()
 
 
 def find_team() -> int:
     """The address of `GOMP_parallel` in the runtime that torch uses, 0 if there is none: own threads then.
 
-    Looked for at the first call. In a forked child it is 0: the threads of the parent are not there, and the runtime
-    would wait for them for ever.
+    Looked for at the first call. In a forked child it is 0: threads that the parent may have started are not there, and
+    the runtime would wait for them for ever.
     """
     global _address
     if _address is None:
@@ -38,8 +41,20 @@ def _forget() -> None:
     _address = 0
 
 
+def _is_forked() -> bool:
+    """Whether this process began as a copy of another (and not, as most do, with a program of its own).
+
+    Also if the parent had not imported this module: Linux keeps the mark PF_FORKNOEXEC among the flags of a process.
+    """
+    try:
+        after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        return os.getpid() != _imported_by or bool(int(after_name[6]) & _FORKED_WITHOUT_EXEC)
+    except (OSError, IndexError, ValueError):  # not Linux
+        return os.getpid() != _imported_by
+
+
 def _look_for_team() -> int:
-    if not backends.is_openmp_stack_default() or "OpenMP" not in torch.__config__.parallel_info():
+    if _is_forked() or not backends.is_openmp_stack_default() or "OpenMP" not in torch.__config__.parallel_info():
         return 0
     try:
         loaded = set(re.findall(r"\s(/\S*lib(?:gomp|omp|iomp5)\S*\.so\S*)", Path("/proc/self/maps").read_text()))
