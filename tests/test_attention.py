@@ -27,7 +27,7 @@ def assert_as_defined(q, k, v, *, rtol=1e-12, **call):
     atol = output_rtol * max(1.0, np.abs(np.asarray(v).astype(np.float64)).max(initial=0.0))
     assert found.output.dtype == found.weights.dtype == np.asarray(q).dtype
     np.testing.assert_allclose(found.output.astype(np.float64), expected.output, rtol=output_rtol, atol=atol)
-    np.testing.assert_allclose(found.weights.astype(np.float64), expected.weights, rtol=rtol, atol=rtol)
+    np.testing.assert_allclose(found.weights.astype(np.float64), expected.weights, rtol=output_rtol, atol=output_rtol)
     for name in ROW_FIELDS:
         value = getattr(found.statistics, name)
         np.testing.assert_allclose(value, expected.rows[name], rtol=rows_rtol, atol=rows_atol, err_msg=name)

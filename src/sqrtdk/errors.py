@@ -46,7 +46,7 @@ def warn(message: str, category: type[SqrtdkWarning] = SqrtdkWarning) -> None:
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "sqrtdk":
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, category, stacklevel=level - 1)
+    warnings.warn(message, category, stacklevel=level)
 
 
 def missing_extra(package: str, extra: str) -> MissingExtraError:
