@@ -156,7 +156,7 @@ bool stops(Random& random, const char* level) {
 }  // namespace
 
 int main(int argc, char** argv) {
-    const int cases = argc > 1 ? std::atoi(argv[1]) : 300;
+    const int cases = argc > 1 ? std::atoi(argv[1]) : 120;
     int count = 0, failures = 0;
     const Level* all = levels(&count);
     for (int i = 0; i < count; ++i) {
