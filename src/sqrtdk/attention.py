@@ -218,6 +218,7 @@ def attention_gradients(
     plan, slopes = backends.plan(), Slopes(grad)
     engine = _choose(call, slopes, plan)
     ready = call if call.policy is None else _prepare(call, engine)
+    slopes = slopes._replace(output=grad.astype(ready.query.dtype, copy=False))
     gradients = engine.backward(ready, slopes, Forward(None), plan)
     to_query, to_key = gradients.query, gradients.key
     if call.policy is not None:

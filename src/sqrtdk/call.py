@@ -166,6 +166,11 @@ class Call(NamedTuple):
         return int(self.value.shape[-1])
 
     @property
+    def has_far_softcap(self) -> bool:
+        """Whether the soft cap, or a quotient by it, may pass what float32 can hold."""
+        return self.softcap != 0.0 and not 2.0**-60 <= self.softcap <= 2.0**60
+
+    @property
     def logits_shape(self) -> tuple[int, ...]:
         """`[..., H, L, S]`, with an axis of heads in any case: what masks broadcast to."""
         return (*self.heads_shape, self.query.shape[-2], self.key.shape[-2])
@@ -197,6 +202,7 @@ class Forward(NamedTuple):
         numbers, counts: float64 `[11, ..., H, L]` and int64 `[2, ..., H, L]` in the order of `AttentionStatistics`.
         weights: `[..., H, L, S]`.
         saved: each row's largest logit and its sum of exponentials relative to it, float64 `[2, ..., H, L]`.
+        exact: the output before it was rounded, where gradients are to start from more digits than it has.
     """
 
     output: Any
@@ -204,6 +210,7 @@ class Forward(NamedTuple):
     counts: Any = None
     weights: Any = None
     saved: Any = None
+    exact: Any = None
 
 
 class Backward(NamedTuple):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import numpy as np
 import torch
 from torch.autograd import forward_ad
@@ -11,11 +9,12 @@ from torch.autograd import forward_ad
 import sqrtdk
 import sqrtdk.torch
 from sqrtdk import backends
+from sqrtdk.statistics import ROW_FIELDS
 
 from .case import Case, Learnable
 from .layouts import to_array, to_tensor
 
-STATISTICS = tuple(item.name for item in fields(sqrtdk.AttentionStatistics))
+STATISTICS = ROW_FIELDS
 
 
 def run(case: Case) -> dict[str, np.ndarray]:

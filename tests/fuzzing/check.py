@@ -39,10 +39,11 @@ def check(case: Case) -> list[Mismatch]:
 
 
 def choose_rounding(case: Case) -> Rounding:
-    """float64 for float64 and for the reference, which always works in it; float32 for the rest."""
-    in_float64 = case.dtype == "float64" or case.front == "array gradients"
-    in_float64 = in_float64 or (case.front == "arrays" and case.level == "reference")
-    by_kernel = case.level != "reference"
+    """float64 for float64, for the reference and for forward mode, which always work in it; float32 for the rest."""
+    by_kernel = case.level != "reference" and case.front != "jvp"
+    # A scale that torch computes, or that prepares q and k, comes to the reference in the precision of torch's graph.
+    by_torch = case.front in ("tensors", "tensor gradients", "jvp") and isinstance(case.scale, str | Learnable)
+    in_float64 = case.dtype == "float64" or (not by_kernel and not by_torch)
     holds_weights = not by_kernel or case.front not in ("arrays", "tensors")
     return Rounding(case.dtype, "float64" if in_float64 else "float32", holds_weights, by_kernel)
 

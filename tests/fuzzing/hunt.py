@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sqrtdk.errors import FallbackWarning
+
 _LONGEST = 120  # seconds for one case: more is a hang
 
 
@@ -66,6 +68,7 @@ def serve(seed: int, first: int, count: int) -> None:
 
     faulthandler.enable()
     warnings.simplefilter("error")
+    warnings.simplefilter("ignore", FallbackWarning)  # levels are forced on calls that torch alone computes
     warnings.filterwarnings("ignore", "`torch.jit.", DeprecationWarning)  # scripts in torch's own decompositions
     levels = tuple(backend.name for backend in backends.list() if backend.runs_here)
     for index in range(first, first + count):

@@ -79,11 +79,15 @@ class Kernel:
         if not (query.size and key.size and value.size):
             to_query, to_key, to_value = (np.zeros(x.shape, x.dtype) for x in (query, key, value))
             return Backward(to_query, to_key, to_value, to_scale, to_sinks)
+        working = np.dtype(np.float64 if call.has_far_softcap else np.float32)
+        if query.dtype.itemsize < working.itemsize:
+            # ⟨grad, output⟩ of a rounded output would cost the gradients of peaked rows their digits.
+            wide = call._replace(query=query.astype(working), key=key.astype(working), value=value.astype(working))
+            return self.backward(wide, slopes._replace(output=slopes.output.astype(working)), Forward(None), plan)
         if done.saved is None:
             done = self.forward(call, Wanted(saved=True), plan)
         problem = _as_problem(call)
-        working = problem.query.dtype
-        to_query, to_key, to_value = (np.empty(x.shape, working) for x in (query, key, value))
+        to_query, to_key, to_value = (np.empty(x.shape, problem.query.dtype) for x in (query, key, value))
         assert plan.backward is not None
         if not plan.backward(
             plan.level,

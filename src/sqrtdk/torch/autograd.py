@@ -88,10 +88,12 @@ class Differentiable(torch.autograd.Function):
         """Keep the inputs, and of the outputs what the backward pass starts from."""
         done = Forward(*output)
         has_saved = done.saved is not None and done.saved.numel()
-        ctx.save_for_backward(*inputs[:FLAT_TENSORS], done.output if has_saved else None, done.saved)
+        has_exact = done.exact is not None and done.exact.numel()
+        kept = (done.exact if has_exact else done.output) if has_saved else None
+        ctx.save_for_backward(*inputs[:FLAT_TENSORS], kept, done.saved)
         ctx.rest = inputs[FLAT_TENSORS : FLAT_TENSORS + 5]
         ctx.has_weights = inputs[FLAT_TENSORS + 6]
-        ctx.mark_non_differentiable(*(x for x in (done.numbers, done.counts, done.saved) if x is not None))
+        ctx.mark_non_differentiable(*(x for x in (done.numbers, done.counts, done.saved, done.exact) if x is not None))
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -106,7 +108,7 @@ class Differentiable(torch.autograd.Function):
         if to_output is None:
             to_output = call.query.new_zeros((*call.query.shape[:-1], call.value.shape[-1]))
         slopes = Slopes(to_output, to_weights, bool(ctx.needs_input_grad[3]), bool(ctx.needs_input_grad[4]))
-        gradients = _differentiate(call, slopes, Forward(output, saved=saved))
+        gradients = _differentiate(call, slopes, Forward(output, saved=saved, exact=output))
         to_scale = to_sinks = None
         if slopes.scale:
             to_scale = gradients.scale.sum_to_size(call.scale.shape).to(call.scale.dtype)

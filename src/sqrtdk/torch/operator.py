@@ -20,7 +20,7 @@ _CALL = (
     "float factor, float softcap, float dropout, SymInt first, SymInt last"
 )
 _LIBRARY.define(
-    f"forward({_CALL}, bool statistics, bool weights, bool saved) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    f"forward({_CALL}, bool statistics, bool weights, bool saved) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 _LIBRARY.define(
     f"backward({_CALL}, Tensor? output, Tensor? saved, Tensor grad_output, Tensor? grad_weights, bool scale_too, "
@@ -32,7 +32,7 @@ _WANTED, _SLOPES = 3, 6  # how many arguments follow those of the call
 def run_forward(call: Call, wanted: Wanted) -> Forward:
     """The forward pass by way of the dispatcher: whoever watches is told, and the choice of an engine is made there."""
     done = torch.ops.sqrtdk.forward.default(*flatten(call), *wanted[:_WANTED])
-    is_there = (True, wanted.statistics, wanted.statistics, wanted.weights, wanted.saved)
+    is_there = (True, wanted.statistics, wanted.statistics, wanted.weights, wanted.saved, wanted.saved)
     return Forward(*(x if there else None for x, there in zip(done, is_there, strict=True)))
 
 
@@ -59,7 +59,9 @@ def _forward(*flat: Any) -> Forward:
     if wanted.saved and done.saved is None and query.is_cpu:
         # The graph was traced with them: NaN says that the backward pass has to find them itself.
         done = done._replace(saved=query.new_full((2, *call.rows), torch.nan, dtype=torch.float64))
-    dtypes = (query.dtype, wide_dtype(query.device), torch.int64, query.dtype, torch.float64)
+    if _has_exact(query, wanted) and done.exact is None:
+        done = done._replace(exact=done.output.float())
+    dtypes = (query.dtype, wide_dtype(query.device), torch.int64, query.dtype, torch.float64, torch.float32)
     return Forward(*(_nothing(query, dtype) if x is None else x for x, dtype in zip(done, dtypes, strict=True)))
 
 
@@ -67,9 +69,13 @@ def _backward(*flat: Any) -> Backward:
     call = restore(flat[:-_SLOPES])
     output, saved, *given = flat[-_SLOPES:]
     slopes, plan = Slopes(*given), backends.plan()
-    done = Forward(output, saved=saved)
+    done = Forward(output, saved=saved, exact=output)
     gradients = choose_engine(call, slopes, plan).backward(call, slopes, done, plan)
     return Backward(*(_nothing(call.query, torch.float64) if x is None else x for x in gradients))
+
+
+def _has_exact(query: Tensor, wanted: Wanted) -> bool:
+    return wanted.saved and query.is_cpu and query.itemsize < 4
 
 
 def _nothing(like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -86,6 +92,7 @@ def _forward_shapes(*flat: Any) -> Forward:
         query.new_empty((2, *rows), dtype=torch.int64) if wanted.statistics else _nothing(query, torch.int64),
         query.new_empty((*rows, call.key.shape[-2])) if wanted.weights else _nothing(query, query.dtype),
         query.new_empty((2, *rows) if wanted.saved and query.is_cpu else 0, dtype=torch.float64),
+        query.new_empty((*rows, call.value.shape[-1]) if _has_exact(query, wanted) else 0, dtype=torch.float32),
     )
 
 
@@ -142,7 +149,7 @@ def _map_forward(info: Any, in_dims: tuple[Any, ...], *flat: Any) -> tuple[Any, 
     call, _, headless = _map_call(info.batch_size, in_dims[:-_WANTED], flat[:-_WANTED])
     wanted = Wanted(*flat[-_WANTED:])
     done = torch.ops.sqrtdk.forward.default(*call, *flat[-_WANTED:])
-    axes = (0, int(wanted.statistics), int(wanted.statistics), 0, int(done[4].dim() > 1))
+    axes = (0, int(wanted.statistics), int(wanted.statistics), 0, int(done[4].dim() > 1), 0)
     return _unmap(done, axes, headless, info.batch_size), axes
 
 

@@ -63,6 +63,11 @@ class TensorKernel:
             padded = value.new_zeros((*value.shape[:-1], 1))
             whole = self.forward(call._replace(value=padded), wanted, plan)
             return whole._replace(output=whole.output[..., :0])
+        if wanted.saved and query.itemsize < 4:
+            # ⟨grad, output⟩ of a rounded output would cost the gradients of peaked rows their digits.
+            whole = self.forward(_widen(call, torch.float32), wanted, plan)
+            weights = None if whole.weights is None else whole.weights.to(query.dtype)
+            return whole._replace(output=whole.output.to(query.dtype), weights=weights, exact=whole.output)
         # The copies that a call may need live as long as their addresses are in use.
         call = _as_in_memory(call)
         is_alike = d_v == query.shape[-1] and query.is_contiguous()
@@ -94,7 +99,15 @@ class TensorKernel:
             return Backward(
                 query.new_zeros(query.shape), key.new_zeros(key.shape), value.new_zeros(value.shape), to_scale, to_sinks
             )
-        if done.saved is None or bool(done.saved[0].flatten()[0].isnan()):
+        is_saved = done.saved is not None and not bool(done.saved[0].flatten()[0].isnan())
+        working = torch.float64 if call.has_far_softcap else torch.float32
+        if query.itemsize < working.itemsize:
+            has_exact = is_saved and done.exact is not None and done.exact.dtype == working
+            exact = Forward(done.exact, saved=done.saved) if has_exact else Forward(None)
+            wide = self.backward(_widen(call, working), slopes._replace(output=slopes.output.to(working)), exact, plan)
+            to_query, to_key, to_value = (x.to(query.dtype) for x in (wide.query, wide.key, wide.value))
+            return wide._replace(query=to_query, key=to_key, value=to_value)
+        if not is_saved:
             done = self.forward(call, Wanted(saved=True), plan)
         call, output, slope = _as_in_memory(call), done.output.contiguous(), slopes.output.resolve_neg()
         to_query, to_key, to_value = (x.new_empty(x.shape) for x in (query, key, value))
@@ -226,6 +239,11 @@ def _as_in_memory(call: Call) -> Call:
         mask=None if mask is None else mask.resolve_neg(),
         sinks=None if sinks is None else sinks.double().resolve_neg().contiguous(),
     )
+
+
+def _widen(call: Call, dtype: torch.dtype) -> Call:
+    """The call with q, k and v in a precision in which their gradients keep their digits."""
+    return call._replace(query=call.query.to(dtype), key=call.key.to(dtype), value=call.value.to(dtype))
 
 
 def _copy_misaligned(call: Call) -> Call:

@@ -29,7 +29,7 @@ class TensorReference:
         """Output, statistics and weights of the float64 pass, rounded once."""
         dtype = call.query.dtype
         done = REFERENCE.forward(_as_arrays(call), wanted, plan)
-        output, numbers, counts, weights, _ = (None if x is None else torch.from_numpy(x) for x in done)
+        output, numbers, counts, weights = (None if x is None else torch.from_numpy(x) for x in done[:4])
         assert output is not None
         return Forward(output.to(dtype), numbers, counts, None if weights is None else weights.to(dtype))
 

@@ -36,13 +36,13 @@ class Whole:
         if not query.numel():
             return _nothing(call, wanted)
         with without_autocast(query):
-            block, poison = _cut_whole(call)
+            block, poison, poison_of_logits = _cut_whole(call)
             soft = compute_softmax(block)
             weights = soft.weights * poison
             output = multiply(weights, block.v)
         numbers = counts = None
         if wanted.statistics:
-            counts, numbers = _describe(call, block, soft, poison)
+            counts, numbers = _describe(call, block, soft, poison_of_logits)
         return Forward(
             _restore(output, (*rows, call.value.shape[-1]), call),
             numbers,
@@ -64,7 +64,7 @@ class Whole:
                 torch.zeros_like(mask) if slopes.mask else None,
             )
         with without_autocast(query):
-            block, poison = _cut_whole(call)
+            block, poison, _ = _cut_whole(call)
             soft = compute_softmax(block)
             soft = soft._replace(weights=soft.weights * poison)
 
@@ -110,8 +110,9 @@ def _describe(call: Call, block: Block, soft: Softmax, poison: Tensor) -> tuple[
     return counts, numbers
 
 
-def _cut_whole(call: Call) -> tuple[Block, Tensor]:
-    """All of the call as one block with its non-finite vectors zeroed, and NaN for the rows that see one, else 1."""
+def _cut_whole(call: Call) -> tuple[Block, Tensor, Tensor]:
+    """All of the call as one block with its non-finite vectors zeroed; NaN for the rows that see one, else 1; and the
+    same for rows whose logits one reaches: those of q and k alone."""
     rows, keys = call.rows, call.key.shape[-2]
     q, k, v = (as_rank(x, 4).flatten(0, -4) for x in (call.query, call.key, call.value))
     scale = None if call.scale is None else as_rank(call.scale.expand(rows), 3).flatten(0, -3)
@@ -124,9 +125,13 @@ def _cut_whole(call: Call) -> tuple[Block, Tensor]:
     visible = visible_like(block, (*block.q.shape[:-1], keys))
     (block.q, bad_q), (block.k, bad_k), (block.v, bad_v) = (_set_aside(x) for x in (block.q, block.k, block.v))
     block.may_be_traced = True
-    bad = bad_q[..., None] | (bad_k | bad_v)[:, :, None, None]
-    blighted = (visible & bad).any(dim=-1, keepdim=True)
-    return block, torch.zeros_like(blighted, dtype=block.q.dtype).masked_fill(blighted, torch.nan) + 1.0
+    in_logits = bad_q[..., None] | bad_k[:, :, None, None]
+
+    def poison(bad: Tensor) -> Tensor:
+        blighted = (visible & bad).any(dim=-1, keepdim=True)
+        return torch.zeros_like(blighted, dtype=block.q.dtype).masked_fill(blighted, torch.nan) + 1.0
+
+    return block, poison(in_logits | bad_v[:, :, None, None]), poison(in_logits)
 
 
 def _restore(x: Tensor, shape: tuple[int, ...], call: Call) -> Tensor:
