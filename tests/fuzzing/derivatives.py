@@ -33,7 +33,8 @@ def _differentiate(case: Case, problem: Problem, soft: Softmax) -> dict[str, Bou
     # Beyond float64 nothing is promised.
     unknown |= (visible & (size_of_products(grad, v) > Real("1e307"))).any(axis=-1)
     p = np.where(unknown[..., None], 0, soft.weights)
-    p_error = np.where(unknown[..., None], 0, soft.weights_error)
+    # The kernel's backward pass takes scores anew, and of few rows in another order than the maximum it starts from.
+    p_error = np.where(unknown[..., None], 0, soft.weights_error * (2 if rounding.by_kernel else 1))
     grad_p = grad @ v.swapaxes(-1, -2)
     grad_p_error = rounding.of_sum(d_v) * size_of_products(grad, v)
     if "weights" in case.cotangents:
@@ -85,6 +86,8 @@ def _differentiate(case: Case, problem: Problem, soft: Softmax) -> dict[str, Bou
     to_scale = (to_scores * products).sum(axis=-1)
     to_scale_error = (scores_error * np.abs(products)).sum(axis=-1)
     to_scale_error = to_scale_error + rounding.of_sum(max(q.shape[-1], keys)) * (size * reach).sum(axis=-1)
+    # ⟨q, Σ dscore·k⟩ has products below the smallest number in its sum, which a large q brings back to sight.
+    to_scale_error = to_scale_error + smallest * keys * np.abs(q).sum(axis=-1)
     q_error = np.where(unknown[..., None], np.inf, q_error)
     to_scale_error = np.where(unknown, np.inf, to_scale_error)
     touched = (visible & unknown[..., None]).any(axis=-2)[..., None]
