@@ -9,6 +9,8 @@ import torch
 from sqrtdk.lab import RunSpec
 from sqrtdk.lab.model import SeenAttention, Transformer, describe_attention, describe_temperature, draw_query_key
 from sqrtdk.scales import LEARNABLE
+from sqrtdk.torch import attention
+from sqrtdk.torch.scales import LearnableScale
 
 EVERY_SCALE = [
     "none",
@@ -53,10 +55,10 @@ def test_changing_the_scale_changes_the_output(scale):
 
 @pytest.mark.parametrize("scale", EVERY_SCALE)
 def test_logits_are_the_policys(scale):
-    """The first layer's logits against the formula in float64, written out here per policy."""
+    """What the first layer's rows say of their logits, against the formula in float64, written out here per policy."""
     model = make(scale=scale, heads=2, d_k=16)
     tokens = tokens_of()
-    _, seen = model(tokens)
+    _, seen = model(tokens, statistics=True)
     x = (model.embedding[tokens] + model.positions).detach().double().numpy()
     x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
     block = model.blocks[0]
@@ -81,7 +83,12 @@ def test_logits_are_the_policys(scale):
         "qk_norm": 16 / 4,
     }[scale]
     expected = q @ k.swapaxes(-1, -2) * np.broadcast_to(factor, 24)[:, None]
-    np.testing.assert_allclose(seen[0].logits.detach().numpy(), expected, rtol=2e-4, atol=2e-4)
+    visible = np.tril(np.ones((24, 24), dtype=bool))
+    rows = seen[0].statistics.numpy()
+    largest = np.where(visible, expected, -np.inf).max(-1)
+    mean = np.where(visible, expected, 0.0).sum(-1) / (position + 1)
+    np.testing.assert_allclose(rows.max_logit, largest, rtol=2e-4, atol=2e-4)
+    np.testing.assert_allclose(rows.logit_mean, mean, rtol=2e-4, atol=2e-4)
 
 
 def test_attention_is_causal():
@@ -89,13 +96,12 @@ def test_attention_is_causal():
     tokens = torch.arange(12).unsqueeze(0)
     changed = tokens.clone()
     changed[0, 7:] += 1
-    before, seen = model(tokens)
+    before, seen = model(tokens, statistics=True)
     after, _ = model(changed)
     torch.testing.assert_close(before[:, :7], after[:, :7], rtol=0, atol=0)
     assert (before[:, 7:] - after[:, 7:]).abs().min(dim=1).values.max() > 1e-3
     for layer in seen:
-        assert layer.weights.triu(1).abs().max() == 0.0
-        torch.testing.assert_close(layer.weights.sum(-1), torch.ones_like(layer.weights.sum(-1)))
+        assert torch.equal(layer.statistics.visible_keys, torch.arange(1, 13).expand(1, 1, 12))
 
 
 def test_one_seed_gives_the_same_weights_whatever_the_scale_and_init():
@@ -124,10 +130,20 @@ def test_unit_init_gives_logits_of_variance_d_k_and_of_one_with_sqrt():
     tokens = tokens_of(size=16)
     variances = {}
     for scale in ("none", "sqrt"):
-        values = [make(scale=scale, seed=seed)(tokens)[1][0].logits.var().item() for seed in range(8)]
-        variances[scale] = np.mean(values)
+        seen = [make(scale=scale, seed=seed)(tokens, statistics=True)[1][0] for seed in range(8)]
+        # Of the last query, which sees most keys.
+        variances[scale] = np.mean([float(layer.statistics.logit_variance[..., -1].mean()) for layer in seen])
     assert variances["none"] == pytest.approx(64, rel=0.2)
     assert variances["none"] / variances["sqrt"] == pytest.approx(64, rel=1e-3)
+
+
+@pytest.mark.parametrize("scale", ["sqrt", "log_n", "qk_norm"])
+def test_statistics_do_not_change_the_scores(scale):
+    model = make(scale=scale, heads=2)
+    bare, nothing = model(tokens_of())
+    described, seen = model(tokens_of(), statistics=True)
+    assert torch.equal(bare, described)
+    assert (len(nothing), len(seen)) == (0, 2)
 
 
 def test_swapping_the_scale_equals_beginning_with_it():
@@ -136,25 +152,32 @@ def test_swapping_the_scale_equals_beginning_with_it():
     assert torch.equal(model(tokens_of())[0], make(scale="inverse")(tokens_of())[0])
 
 
+def seen_of(q, k, scale=1.0):
+    return SeenAttention(attention(q, k, k, scale=scale, causal=True).statistics, q, k, scale)
+
+
 def test_description_against_numpy_row_by_row():
-    rng = np.random.default_rng(3)
-    logits = rng.standard_normal((2, 3, 2, 5, 5)) * 3.0
+    q, k = np.random.default_rng(3).standard_normal((2, 2, 3, 2, 5, 8))
+    logits = q @ k.swapaxes(-1, -2)
     ratios, indices, traces = [], [], []
-    weights = np.zeros_like(logits)
     for place in np.ndindex(2, 3, 2, 5):
         n = place[-1] + 1
         row = logits[place][:n]
         p = np.exp(row - row.max()) / np.exp(row - row.max()).sum()
-        weights[place][:n] = p
         if n > 1:
             ratios.append(-(p * np.log(p)).sum() / np.log(n))
             indices.append(row.std() / np.sqrt(2 * np.log(n)))
             traces.append(1 - (p**2).sum())
-    seen = [SeenAttention(torch.from_numpy(a), torch.from_numpy(b)) for a, b in zip(logits, weights, strict=True)]
-    found = describe_attention(seen)
-    assert found["entropy_ratio"] == pytest.approx(np.mean(ratios), rel=1e-12)
-    assert found["saturation_index"] == pytest.approx(np.mean(indices), rel=1e-12)
-    assert found["jacobian_trace"] == pytest.approx(np.mean(traces), rel=1e-12)
+    described = describe_attention([seen_of(*pair) for pair in zip(torch.tensor(q), torch.tensor(k), strict=True)])
+    assert described["entropy_ratio"] == pytest.approx(np.mean(ratios), rel=1e-12)
+    assert described["saturation_index"] == pytest.approx(np.mean(indices), rel=1e-12)
+    assert described["jacobian_trace"] == pytest.approx(np.mean(traces), rel=1e-12)
+
+
+def test_the_trace_of_one_hot_rows_keeps_its_digits():
+    """Two keys, logits 0 and −50: 1 − Σp² = 2e^(−50) to first order; from rounded weights it would be 0."""
+    q, k = torch.tensor([[[1.0], [1.0]]]), torch.tensor([[[0.0], [-50.0]]])
+    assert describe_attention([seen_of(q, k)])["jacobian_trace"] == pytest.approx(2 * math.exp(-50.0), rel=1e-6)
 
 
 def test_feedforward_takes_part():
@@ -167,9 +190,9 @@ def test_gradient_norms_cover_every_layer():
     model = make()
     model(tokens_of())[0].square().sum().backward()
     norm_q, norm_k = model.query_key_gradient_norms()
-    for found, name in ((norm_q, "w_q"), (norm_k, "w_k")):
+    for norm, name in ((norm_q, "w_q"), (norm_k, "w_k")):
         stacked = torch.cat([getattr(block, name).grad.flatten() for block in model.blocks])
-        assert found == pytest.approx(stacked.double().norm().item(), rel=1e-9)
+        assert norm == pytest.approx(stacked.double().norm().item(), rel=1e-9)
 
 
 @pytest.mark.parametrize("heads", [1, 2])
@@ -179,9 +202,9 @@ def test_gradient_norms_cover_every_layer():
 def test_a_scale_that_learns_begins_as_the_fixed_one_with_the_same_weights(scale, fixed, heads):
     """dₖ = 24: 1/√24 has no exact float, so one more or less rounding of it would show."""
     begun, reference = make(scale=scale, d_k=24, heads=heads), make(scale=fixed, d_k=24, heads=heads)
-    found = begun.state_dict()
-    assert all(torch.equal(found[name], weight) for name, weight in reference.state_dict().items())
-    extra = {name: weight for name, weight in found.items() if name not in reference.state_dict()}
+    weights = begun.state_dict()
+    assert all(torch.equal(weights[name], weight) for name, weight in reference.state_dict().items())
+    extra = {name: weight for name, weight in weights.items() if name not in reference.state_dict()}
     assert extra
     assert all(f".learnable.{scale}." in name and not weight.any() for name, weight in extra.items())
     assert torch.equal(begun(tokens_of())[0], reference(tokens_of())[0])
@@ -218,22 +241,34 @@ def test_a_model_with_a_swap_ahead_knows_both_scales_and_stands_at_the_last():
     assert torch.equal(model(tokens_of())[0], make(scale="sqrt")(tokens_of())[0])
 
 
+class GivenFactor(LearnableScale):
+    """A scale whose factor is what it was given."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.given = factor
+
+    def factor(self, context):
+        return self.given
+
+
 def test_temperatures_of_factors_made_by_hand():
     """Two layers, two heads, dₖ = 4: τ/√dₖ = ½ and 2 in the first, 1 and one per query in the second."""
-    logits = torch.zeros(3, 2, 5, 5)
+    q = torch.zeros(3, 2, 5, 4)
     by_query = torch.tensor([7.0, 1.0, 4.0, 1.0, 4.0]).expand(3, 5)  # the first query sees one key and does not count
-    first = torch.tensor([0.5, 2.0]).view(2, 1, 1)
-    second = torch.stack([torch.ones(3, 5), by_query], dim=1).unsqueeze(-1)
-    seen = [SeenAttention(logits, logits, 1.0 / (2.0 * relative)) for relative in (first, second)]
-    found = describe_temperature(seen, d_k=4)
-    assert found["temperatures"] == pytest.approx([0.5, 2.0, 1.0, 2.0])
-    assert (found["temperature_least"], found["temperature_largest"]) == (pytest.approx(0.5), pytest.approx(2.0))
-    assert found["temperature"] == pytest.approx(2.0**0.25)
-    assert found["temperature_spread"] == pytest.approx(math.log(2.0) / 2.0)  # √(mean of 0, 0, 0 and (ln 2)²)
+    first = torch.tensor([0.5, 2.0]).view(2, 1)
+    second = torch.stack([torch.ones(3, 5), by_query], dim=1)
+    seen = [seen_of(q, q, GivenFactor(1.0 / (2.0 * relative))) for relative in (first, second)]
+    described = describe_temperature(seen, d_k=4)
+    assert described["temperatures"] == pytest.approx([0.5, 2.0, 1.0, 2.0])
+    least, largest = described["temperature_least"], described["temperature_largest"]
+    assert (least, largest) == (pytest.approx(0.5), pytest.approx(2.0))
+    assert described["temperature"] == pytest.approx(2.0**0.25)
+    assert described["temperature_spread"] == pytest.approx(math.log(2.0) / 2.0)  # √(mean of 0, 0, 0 and (ln 2)²)
 
 
 def test_a_fixed_scale_has_no_spread():
-    _, seen = make(scale="temperature:2")(tokens_of())
-    found = describe_temperature(seen, 64)
-    assert found["temperature"] == pytest.approx(2.0)
-    assert found["temperature_spread"] == 0.0
+    _, seen = make(scale="temperature:2")(tokens_of(), statistics=True)
+    described = describe_temperature(seen, 64)
+    assert described["temperature"] == pytest.approx(2.0)
+    assert described["temperature_spread"] == 0.0

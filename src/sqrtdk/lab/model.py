@@ -6,42 +6,44 @@ Shapes: B sequences, H heads, L positions (queries and keys), D = dₖ.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from sqrtdk.call import Band
 from sqrtdk.lab.spec import RunSpec
 from sqrtdk.lab.tasks import Task
-from sqrtdk.scales import LEARNABLE, Policy, ScaleContext, resolve
+from sqrtdk.scales import LEARNABLE, Policy, resolve
+from sqrtdk.statistics import AttentionStatistics
+from sqrtdk.torch import attention
 from sqrtdk.torch.nn import make_learnable
-from sqrtdk.torch.scales import LearnableScale, TensorContext
+from sqrtdk.torch.policies import apply_scale
+from sqrtdk.torch.scales import LearnableScale
 
 _WEIGHT_STREAM = 1
 _QUERY_KEY_STREAM = 2
 
-
-@dataclass(frozen=True)
-class SeenAttention:
-    """What one layer's attention did in a pass: `[B, H, L, L]` each; logits are finite above the diagonal too.
-
-    `factor` is what multiplied q·k, a number or a tensor that broadcasts to `[B, H, L, 1]`.
-    """
-
-    logits: Tensor
-    weights: Tensor
-    factor: float | Tensor = 1.0
+_CAUSAL = Band(last=0, offset=0)
 
 
-@dataclass(frozen=True)
-class _Fixed:
-    """A policy without parameters to train, and its factor at this dₖ and length."""
+class SeenAttention(NamedTuple):
+    """What one layer's attention did in a pass: its row statistics `[B, H, L]`, and the q, k and scale that it had."""
 
-    policy: Policy
-    factor: float | Tensor
+    statistics: AttentionStatistics
+    query: Tensor
+    key: Tensor
+    scale: Policy | LearnableScale
+
+    @property
+    def factor(self) -> Tensor:
+        """What multiplied q·k, float64 `[B, H, L]`."""
+        scaled = apply_scale(self.scale, self.query, self.key, self.key, None, _CAUSAL)
+        factor = torch.tensor(scaled.factor, dtype=torch.float64) if scaled.scale is None else scaled.scale
+        return factor.double().expand(self.query.shape[:-1])
 
 
 def draw_query_key(rng: np.random.Generator, init: str, d_out: int, d_in: int, d_k: int) -> Tensor:
@@ -75,26 +77,15 @@ class _Block(nn.Module):
         self.w_in = _draw(rng, spec.feedforward, d_model) if spec.feedforward else None
         self.w_out = _draw(rng, d_model, spec.feedforward) if spec.feedforward else None
 
-    def forward(self, x: Tensor, scale: str | _Fixed, hidden: Tensor) -> tuple[Tensor, SeenAttention]:
+    def forward(self, x: Tensor, scale: str | Policy, statistics: bool) -> tuple[Tensor, SeenAttention | None]:
         normed = _normalise(x)
-        q, k, factor = self._scaled(scale, self._split(normed @ self.w_q.T), self._split(normed @ self.w_k.T))
-        logits = (q @ k.transpose(-1, -2)) * factor
-        weights = logits.masked_fill(hidden, -math.inf).softmax(dim=-1)
-        mixed = weights @ self._split(normed @ self.w_v.T)
+        q, k, v = (self._split(normed @ weight.T) for weight in (self.w_q, self.w_k, self.w_v))
+        used = scale if isinstance(scale, Policy) else cast(LearnableScale, self.learnable[scale])
+        mixed, rows, _ = attention(q, k, v, scale=used, causal=True, statistics=statistics)
         x = x + mixed.transpose(1, 2).reshape(x.shape) @ self.w_o.T
         if self.w_in is not None and self.w_out is not None:
             x = x + functional.gelu(_normalise(x) @ self.w_in.T) @ self.w_out.T
-        return x, SeenAttention(logits, weights, factor)
-
-    def _scaled(self, scale: str | _Fixed, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, float | Tensor]:
-        """What enters the product, and what multiplies it."""
-        if isinstance(scale, _Fixed):
-            return *scale.policy.prepare(q, k), scale.factor
-        module = self.learnable[scale]
-        assert isinstance(module, LearnableScale)
-        length = q.shape[-2]
-        context = TensorContext(q, lambda: torch.arange(length), lambda: torch.arange(1, length + 1))
-        return *module.prepare(q, k), module.factor(context).unsqueeze(-1)
+        return x, None if rows is None else SeenAttention(rows, q.detach(), k.detach(), used)
 
     def _split(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:-1], self.heads, -1).transpose(1, 2)
@@ -120,7 +111,6 @@ class Transformer(nn.Module):
         self.answers = task.answers
         self._d_k = spec.d_k
         self._heads = spec.heads
-        self._hidden = torch.ones(task.length, task.length, dtype=torch.bool).triu(1)
         # Both, so that an optimiser of all parameters knows the modules before a swap.
         for scale in (spec.start_scale, spec.scale):
             if scale is not None:
@@ -133,22 +123,18 @@ class Transformer(nn.Module):
                 assert isinstance(block, _Block)
                 if scale not in block.learnable:
                     block.learnable[scale] = make_learnable(scale, self._d_k, self._heads)
-            self._scale: str | _Fixed = scale
-            return
-        length = len(self._hidden)
-        policy = resolve(scale)
-        context = ScaleContext(
-            d_k=self._d_k, positions=np.arange(length), count_visible=lambda: np.arange(1, length + 1)
-        )
-        self._scale = _Fixed(policy, _as_multiplier(policy.factor(context)))
+        self._scale: str | Policy = scale if scale in LEARNABLE else resolve(scale)
 
-    def forward(self, tokens: Tensor) -> tuple[Tensor, list[SeenAttention]]:
-        """Tokens `[B, L]` to the answers' scores `[B, T, alphabet]`, and what each layer's attention did."""
+    def forward(self, tokens: Tensor, statistics: bool = False) -> tuple[Tensor, list[SeenAttention]]:
+        """Tokens `[B, L]` to the answers' scores `[B, T, alphabet]`.
+
+        With `statistics` also what each layer's attention did in this very pass; else nothing. The scores are the same.
+        """
         x = self.embedding[tokens] + self.positions
         seen = []
         for block in self.blocks:
-            x, seen_here = block(x, self._scale, self._hidden)
-            seen.append(seen_here)
+            x, seen_here = block(x, self._scale, statistics)
+            seen += [] if seen_here is None else [seen_here]
         return _normalise(x[:, -self.answers :]) @ self.unembedding.T, seen
 
     def query_key_gradient_norms(self) -> tuple[float, float]:
@@ -170,39 +156,22 @@ def _draw(rng: np.random.Generator, rows: int, columns: int, fan_in: int | None 
     return nn.Parameter(torch.tensor(weight, dtype=torch.float32))
 
 
-def _as_multiplier(factor: Any) -> float | Tensor:
-    if np.ndim(factor) == 0:
-        return float(factor)
-    # One factor per query multiplies that query's row of logits.
-    return torch.tensor(np.asarray(factor), dtype=torch.float32).unsqueeze(-1)
-
-
-def describe_attention(seen: list[SeenAttention]) -> dict[str, float]:
+def describe_attention(seen: Sequence[SeenAttention]) -> dict[str, float]:
     """Means over layers, heads, sequences and queries that see two keys or more.
 
     Returns:
         `entropy_ratio` H/ln n, `saturation_index` σ/√(2 ln n) with σ the standard deviation of a row's visible
         logits, and `jacobian_trace` 1 − Σp².
     """
-    with torch.no_grad():
-        logits = torch.stack([layer.logits for layer in seen])[..., 1:, :].double()
-        weights = torch.stack([layer.weights for layer in seen])[..., 1:, :].double()
-        length = logits.shape[-1]
-        visible = torch.ones(length, length, dtype=torch.bool).tril()[1:]
-        n = visible.sum(dim=-1).double()
-        entropy = -torch.xlogy(weights, weights).sum(dim=-1)
-        mean = (logits * visible).sum(dim=-1) / n
-        variance = ((logits - mean.unsqueeze(-1)).square() * visible).sum(dim=-1) / n
-        index = variance.sqrt() / (2.0 * n.log()).sqrt()
-        trace = 1.0 - weights.square().sum(dim=-1)
-        return {
-            "entropy_ratio": float((entropy / n.log()).mean()),
-            "saturation_index": float(index.mean()),
-            "jacobian_trace": float(trace.mean()),
-        }
+    # The first query sees one key alone.
+    means = {
+        name: [float(cast(Tensor, getattr(layer.statistics, name))[..., 1:].mean()) for layer in seen]
+        for name in ("entropy_ratio", "saturation_index", "jacobian_trace")
+    }
+    return {name: sum(of_layers) / len(of_layers) for name, of_layers in means.items()}
 
 
-def describe_temperature(seen: list[SeenAttention], d_k: int) -> dict[str, Any]:
+def describe_temperature(seen: Sequence[SeenAttention], d_k: int) -> dict[str, Any]:
     """How far the temperatures are from √dₖ, over layers, heads, sequences and queries that see two keys or more.
 
     Returns:
@@ -211,11 +180,9 @@ def describe_temperature(seen: list[SeenAttention], d_k: int) -> dict[str, Any]:
         over the queries of a head (root mean square over heads).
     """
     with torch.no_grad():
-        factors = [
-            torch.as_tensor(layer.factor).double().expand(*layer.logits.shape[:-1], 1)[..., 1:, 0] for layer in seen
-        ]
+        factors = torch.stack([layer.factor for layer in seen])[..., 1:]
         # [layers, H, B·(L − 1)]
-        log_temperature = -(torch.stack(factors) * math.sqrt(d_k)).log().transpose(1, 2).flatten(2)
+        log_temperature = -(factors * math.sqrt(d_k)).log().transpose(1, 2).flatten(2)
         of_heads = log_temperature.mean(dim=-1)
         return {
             "temperature": math.exp(float(of_heads.mean())),

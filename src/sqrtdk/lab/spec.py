@@ -16,7 +16,7 @@ from sqrtdk.records import spec_hash
 INITS = ("unit", "torch", "xavier", "absorbed")
 
 # Part of every run's hash: raise it when a change of the code changes the numbers, so that old runs are not reused.
-REVISION = 2
+REVISION = 3
 
 
 def _require_count(name: str, value: object, least: int = 1) -> None:

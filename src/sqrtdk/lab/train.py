@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sqrtdk.lab.model import Transformer, describe_attention, describe_temperature
+from sqrtdk.lab.model import SeenAttention, Transformer, describe_attention, describe_temperature
 from sqrtdk.lab.spec import RunSpec
 from sqrtdk.lab.store import CURVES, RunRecord, identify_run
 from sqrtdk.lab.tasks import Batch
@@ -97,7 +97,8 @@ class _Run:
         losses: list[float] = []
         accuracies: list[float] = []
         for step in range(first, last):
-            scores, seen, targets = self.ask(self.task.draw(self.rng, self.spec.batch))
+            is_point = step % self.spec.record_every == 0 or step == last - 1
+            scores, seen, targets = self.ask(self.task.draw(self.rng, self.spec.batch), statistics=is_point)
             loss = functional.cross_entropy(scores, targets)
             losses.append(loss.item())
             if not math.isfinite(losses[-1]):
@@ -105,7 +106,7 @@ class _Run:
             accuracies.append(_accuracy(scores, targets))
             self.optimiser.zero_grad(set_to_none=True)
             loss.backward()  # type: ignore[no-untyped-call]
-            if step % self.spec.record_every == 0 or step == last - 1:
+            if is_point:
                 grad_q, grad_k = self.model.query_key_gradient_norms()
                 point = {"step": step, "loss": float(np.mean(losses)), "accuracy": float(np.mean(accuracies))}
                 self.record({**point, "grad_q": grad_q, "grad_k": grad_k, **describe_attention(seen)})
@@ -119,9 +120,9 @@ class _Run:
         for name in CURVES:
             self.curves[name].append(point[name])
 
-    def ask(self, batch: Batch) -> tuple[Tensor, Any, Tensor]:
-        """The model's scores, one row per question, what its attention did, and the right answers."""
-        scores, seen = self.model(torch.from_numpy(batch.tokens))
+    def ask(self, batch: Batch, *, statistics: bool = False) -> tuple[Tensor, list[SeenAttention], Tensor]:
+        """The model's scores, one row per question, what its attention did if asked for, and the right answers."""
+        scores, seen = self.model(torch.from_numpy(batch.tokens), statistics)
         return scores.flatten(0, 1), seen, torch.from_numpy(batch.targets).flatten()
 
     def evaluate(self) -> tuple[float | None, float | None]:
@@ -134,7 +135,7 @@ class _Run:
     def describe_learned(self) -> dict[str, Any]:
         """Where the temperatures ended, on the held-out data."""
         with torch.no_grad():
-            _, seen, _ = self.ask(self.held_out)
+            _, seen, _ = self.ask(self.held_out, statistics=True)
         return describe_temperature(seen, self.spec.d_k)
 
     def steps_to_threshold(self) -> int | None:
