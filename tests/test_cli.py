@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import typer
@@ -16,6 +17,8 @@ from rich.console import Console
 import sqrtdk
 from sqrtdk import exercises, progress, terminal
 from sqrtdk.cli import app, main
+from sqrtdk.lab import Store
+from sqrtdk.records import Record
 
 
 def run(capsys, *arguments):
@@ -68,6 +71,43 @@ def test_ablate_prints_the_agreed_json(capsys, tmp_path):
     again = json.loads(again)
     assert again["runs"] == content["runs"]
     assert len(again["curves"]["runs"]) == 4
+
+
+def test_a_figure_is_drawn_again_without_computing(capsys, tmp_path, monkeypatch):
+    store, printed = tmp_path / "runs.sqlite", tmp_path / "saturation.json"
+    line = "ablate --d-k 8 --seeds 2 --steps 4 --workers 1 --json"
+    code, out, _ = run(capsys, *line.split(), "--store", str(store), "--plot", str(tmp_path / "first.png"))
+    assert code == 0
+    printed.write_text(run(capsys, "saturation", "--json")[1], encoding="utf-8")
+    monkeypatch.setattr("sqrtdk.lab.laboratory.Lab.run", lambda *_: pytest.fail("nothing may be trained"))
+    code, _, err = run(capsys, "draw", str(store), str(tmp_path / "again.png"))
+    assert (code, err.strip()) == (0, f"figure written to {tmp_path / 'again.png'}")
+    assert (tmp_path / "again.png").read_bytes() == (tmp_path / "first.png").read_bytes()
+    assert run(capsys, "draw", str(printed), str(tmp_path / "saturation.svg"))[0] == 0
+    with Store(store) as opened:
+        (record,) = opened.records()
+    content = json.loads(out)
+    assert record == replace(Record.from_json(content), curves=record.curves)
+
+
+@pytest.mark.parametrize(
+    ("source", "kind", "message"),
+    [
+        (None, None, "SOURCE must be a file"),
+        ("{}", None, "SOURCE must be what --json prints"),
+        ("{ not json", None, "SOURCE must be what --json prints"),
+        ("notes", None, "SOURCE must be a SQLite file made by sqrtdk"),
+        ("", "swap", "SOURCE must hold a record of kind 'swap', got none"),
+    ],
+)
+def test_what_cannot_be_drawn_again_is_one_line(capsys, tmp_path, source, kind, message):
+    path = tmp_path / "source"
+    if source is not None:
+        path.write_text(source)
+    options = [] if kind is None else ["--kind", kind]
+    code, _, err = run(capsys, "draw", str(path), str(tmp_path / "a.svg"), *options)
+    assert code == 2
+    assert err.startswith(f"sqrtdk: {message}")
 
 
 def test_ablate_shows_what_was_learned(capsys, monkeypatch):

@@ -10,10 +10,11 @@ import time
 
 import pytest
 
+from sqrtdk import backends
 from sqrtdk.errors import InvalidTypeError, InvalidValueError, MissingExtraError
-from sqrtdk.lab import AblationSpec, Store, ablate, run_all, swap_scale
+from sqrtdk.lab import AblationSpec, Lab, Processes, Store, ablate, laboratory, processes, swap_scale
 from sqrtdk.lab import RunSpec as Spec
-from sqrtdk.lab import sweep as sweep_module
+from sqrtdk.report import figure_for
 
 SMALL = {"d_model": 16, "steps": 10, "batch": 4}
 
@@ -22,29 +23,35 @@ def grid(count, **changes):
     return [Spec(**{**SMALL, **changes}, seed=seed) for seed in range(count)]
 
 
+def make_lab(path=None, workers=1, progress=None):
+    return Lab(path, Processes(workers), progress)
+
+
 def losses(records):
     return [record.row["final_loss"] for record in records]
 
 
 def test_records_come_in_the_order_of_the_specs_and_are_reused():
     specs = grid(3)
-    with Store(None) as store:
-        first = run_all(specs, store, workers=1)
+    with make_lab() as lab:
+        first = lab.run(specs)
         assert [record.row["seed"] for record in first] == [0, 1, 2]
         told = []
-        again = run_all(specs[::-1] + specs[:1], store, workers=1, progress=told.append)
+        lab.progress = told.append
+        again = lab.run(specs[::-1] + specs[:1])
     assert again == [*first[::-1], first[0]]
     assert [(state.done, state.total, state.reused) for state in told] == [(3, 3, 3)]
     assert told[0].remaining == 0.0
 
 
 def test_progress_counts_up_to_the_end(monkeypatch):
-    monkeypatch.setattr(sweep_module, "_REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(processes, "_REPORT_SECONDS", 0.0)
     specs = grid(3)
-    with Store(None) as store:
-        run_all(specs[:1], store, workers=1)
+    with make_lab() as lab:
+        lab.run(specs[:1])
         told = []
-        run_all(specs, store, workers=1, progress=told.append)
+        lab.progress = told.append
+        lab.run(specs)
     assert (told[0].done, told[0].total, told[0].reused, told[0].remaining) == (1, 3, 1, None)
     assert told[0].fraction == pytest.approx(1 / 3)
     assert (told[-1].done, told[-1].fraction, told[-1].remaining) == (3, 1.0, 0.0)
@@ -65,45 +72,66 @@ def test_a_failing_run_does_not_lose_the_others(monkeypatch):
         return real(spec, report)
 
     monkeypatch.setattr(train, "train", breaking)
-    with Store(None) as store:
-        records = run_all(grid(3), store, workers=1)
+    with make_lab() as lab:
+        records = lab.run(grid(3))
         assert [record.row["status"] for record in records] == ["done", "failed", "done"]
         assert records[1].row["message"] == "RuntimeError: out of paper"
         monkeypatch.undo()
-        assert [record.row["status"] for record in run_all(grid(3), store, workers=1)] == ["done"] * 3
+        assert [record.row["status"] for record in lab.run(grid(3))] == ["done"] * 3
 
 
 def test_a_run_that_another_sweep_finished_meanwhile_is_not_repeated():
     specs = grid(2)
-    with Store(None) as store:
-        (theirs,) = run_all(specs[1:], store, workers=1)
+    with make_lab() as lab:
+        (theirs,) = lab.run(specs[1:])
     told = []
-    with Store(None) as store:
+    with make_lab() as lab:
 
         def put_theirs(state):
             told.append(state)
             if state.done == 1:
-                store.put(specs[1], theirs)
+                lab.store.put(specs[1], theirs)
 
-        records = run_all(specs, store, workers=1, progress=put_theirs)
+        lab.progress = put_theirs
+        records = lab.run(specs)
     assert records[1] == theirs  # seconds included: the very run, not its repetition
     assert (told[-1].done, told[-1].reused, told[-1].remaining) == (2, 1, 0.0)
 
 
 @pytest.mark.parametrize(("workers", "error"), [(0, InvalidValueError), (1.5, InvalidTypeError)])
 def test_bad_workers_are_refused(workers, error):
-    with Store(None) as store, pytest.raises(error, match="workers must be"):
-        run_all(grid(1), store, workers=workers)
+    with pytest.raises(error, match="workers must be"):
+        Processes(workers)
+
+
+def test_workers_obey_the_quota_of_the_cgroup(monkeypatch):
+    monkeypatch.setattr(backends.os, "sched_getaffinity", lambda pid: set(range(16)), raising=False)
+    monkeypatch.setattr(backends, "read_cgroup_quota", lambda: 2.5)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # threads of a process, not processes
+    assert Processes().workers == 3
+    monkeypatch.setattr(backends, "read_cgroup_quota", lambda: None)
+    assert Processes().workers == 16
+
+
+def test_a_finished_ablation_is_in_the_store_and_drawn_from_there(tmp_path):
+    spec = AblationSpec(**SMALL, seeds=2)
+    with make_lab(tmp_path / "runs.sqlite") as lab:
+        record = ablate(spec, lab)
+        ablate(spec, lab)
+    with Store(tmp_path / "runs.sqlite") as store:
+        assert store.records("ablation") == [record]
+        assert store.records("swap") == []
+        assert figure_for(store.records()[0]) == figure_for(record)
 
 
 def test_without_torch_the_extra_is_named(monkeypatch):
-    monkeypatch.setattr(sweep_module.importlib.util, "find_spec", lambda name: None)
-    with Store(None) as store, pytest.raises(MissingExtraError, match=r"sqrtdk\[torch\]"):
-        run_all(grid(1), store, workers=1)
+    monkeypatch.setattr(laboratory.importlib.util, "find_spec", lambda name: None)
+    with make_lab() as lab, pytest.raises(MissingExtraError, match=r"sqrtdk\[torch\]"):
+        lab.run(grid(1))
 
 
 def test_ablation_record_is_complete():
-    record = ablate(AblationSpec(**SMALL, seeds=2, lrs=(1e-3, 3e-3)), workers=1)
+    record = ablate(AblationSpec(**SMALL, seeds=2, lrs=(1e-3, 3e-3)), make_lab())
     assert record.kind == "ablation"
     assert [len(record.tables[name]) for name in ("runs", "summary", "best", "comparisons")] == [12, 6, 3, 6]
     curves = record.curves["runs"]
@@ -115,7 +143,7 @@ def test_ablation_record_is_complete():
 
 def test_ablation_of_scales_that_learn():
     names = ("sqrt", "learned", "query", "position", "qk_norm")
-    record = ablate(AblationSpec(**{**SMALL, "scales": names}, seeds=2), workers=1)
+    record = ablate(AblationSpec(**{**SMALL, "scales": names}, seeds=2), make_lab())
     summary = {row["scale"]: row for row in record.tables["summary"]}
     assert summary["sqrt"]["temperature_median"] is None
     for name in names[1:]:
@@ -127,9 +155,9 @@ def test_ablation_of_scales_that_learn():
 
 def test_swap_record_holds_the_stages_side_by_side():
     base = Spec(d_model=16, batch=4)
-    record = swap_scale(base, seeds=2, start_steps=8, steps=5, workers=1)
-    alone = ablate(AblationSpec(d_model=16, batch=4, scales=("sqrt",), seeds=2, steps=8), workers=1)
-    scratch = ablate(AblationSpec(d_model=16, batch=4, scales=("none",), seeds=2, steps=5), workers=1)
+    record = swap_scale(base, seeds=2, start_steps=8, steps=5, lab=make_lab())
+    alone = ablate(AblationSpec(d_model=16, batch=4, scales=("sqrt",), seeds=2, steps=8), make_lab())
+    scratch = ablate(AblationSpec(d_model=16, batch=4, scales=("none",), seeds=2, steps=5), make_lab())
     rows = record.tables["swap"]
     assert [row["trained_loss"] for row in rows] == [row["final_loss"] for row in alone.tables["runs"]]
     assert [row["scratch_loss"] for row in rows] == [row["final_loss"] for row in scratch.tables["runs"]]
@@ -140,7 +168,7 @@ def test_swap_record_holds_the_stages_side_by_side():
 
 
 def test_a_diverged_seed_counts_as_unsolved_in_a_swap():
-    record = swap_scale(Spec(d_model=16, batch=4, lr=1e30), seeds=2, start_steps=5, steps=5, workers=1)
+    record = swap_scale(Spec(d_model=16, batch=4, lr=1e30), seeds=2, start_steps=5, steps=5, lab=make_lab())
     for row in record.tables["summary"]:
         assert (row["n"], row["diverged"], row["failed"]) == (2, 2, 0)
         assert row["solved_fraction"] == 0.0
@@ -152,9 +180,9 @@ def test_a_diverged_seed_counts_as_unsolved_in_a_swap():
 @pytest.mark.slow
 def test_processes_give_the_same_numbers_as_one(tmp_path):
     specs = grid(4)
-    with Store(None) as alone, Store(tmp_path / "runs.sqlite") as shared:
-        here = run_all(specs, alone, workers=1)
-        there = run_all(specs, shared, workers=2)
+    with make_lab() as alone, make_lab(tmp_path / "runs.sqlite", workers=2) as shared:
+        here = alone.run(specs)
+        there = shared.run(specs)
     assert losses(here) == losses(there)
     assert not multiprocessing.active_children()
 
@@ -169,8 +197,8 @@ def test_a_dead_worker_fails_its_run_alone():
             killed.append(victim.pid)
             os.kill(victim.pid, signal.SIGKILL)
 
-    with Store(None) as store:
-        records = run_all(grid(5, steps=300), store, workers=2, progress=kill_once)
+    with make_lab(workers=2, progress=kill_once) as lab:
+        records = lab.run(grid(5, steps=300))
     statuses = sorted(record.row["status"] for record in records)
     assert statuses == ["done"] * 4 + ["failed"]
     assert any("exit code -9" in record.row.get("message", "") for record in records)
@@ -183,8 +211,8 @@ def test_an_interrupt_stops_the_workers_and_keeps_what_is_done(tmp_path):
             raise KeyboardInterrupt
 
     path = tmp_path / "runs.sqlite"
-    with Store(path) as store, pytest.raises(KeyboardInterrupt):
-        run_all(grid(6, steps=100), store, workers=2, progress=interrupt)
+    with make_lab(path, workers=2, progress=interrupt) as lab, pytest.raises(KeyboardInterrupt):
+        lab.run(grid(6, steps=100))
     assert not multiprocessing.active_children()
     with Store(path) as store:
         assert len(store) == 1
@@ -193,11 +221,12 @@ def test_an_interrupt_stops_the_workers_and_keeps_what_is_done(tmp_path):
 SCRIPT = """
 import sys
 from pathlib import Path
-from sqrtdk.lab import AblationSpec, ablate
+from sqrtdk.lab import AblationSpec, Lab, Processes, ablate
 
 if __name__ == "__main__":
     spec = AblationSpec(scales=("none", "sqrt"), seeds=int(sys.argv[2]), steps=int(sys.argv[3]), d_model=16, batch=4)
-    ablate(spec, store=Path(sys.argv[1]), workers=2)
+    with Lab(Path(sys.argv[1]), Processes(2)) as lab:
+        ablate(spec, lab)
 """
 
 
@@ -249,11 +278,12 @@ def test_a_killed_sweep_keeps_its_runs_leaves_no_orphans_and_goes_on(tmp_path):
 
     spec = AblationSpec(scales=("none", "sqrt"), seeds=20, steps=120, d_model=16, batch=4)
     told = []
-    record = ablate(spec, store=path, workers=1, progress=told.append)
+    with make_lab(path, progress=told.append) as lab:
+        record = ablate(spec, lab)
     assert told[0].reused == kept
     assert [row["status"] for row in record.tables["runs"]] == ["done"] * 40
-    with Store(None) as fresh:
-        again = run_all(spec.runs()[:2], fresh, workers=1)
+    with make_lab() as fresh:
+        again = fresh.run(spec.runs()[:2])
     assert losses(again) == [row["final_loss"] for row in record.tables["runs"][:2]]
 
 

@@ -45,17 +45,71 @@ def test_a_record_is_plain_json():
         reading=["one", "two"],
     )
     text = json.dumps(record.as_json(), allow_nan=False)
-    found = json.loads(text)
-    assert found["variance"] == [{"d_k": 4, "value": 1.5, "bad": None, "far": None, "ok": True}]
-    assert found["curves"] == {"x": [0.0, 1.0, 2.0], "y": {"1": [0.5, None]}}
-    assert found["kind"] == "variance"
-    assert found["schema_version"] == SCHEMA_VERSION == 1
-    assert found["spec"] == {"d_k": 4, "seed": 0, "path": "a"}
-    assert found["spec_hash"] == spec_hash(record.spec)
-    assert found["reading"] == ["one", "two"]
-    assert found["cpu"] == cpu_name() != ""
-    assert found["versions"]["numpy"] == np.__version__
+    content = json.loads(text)
+    assert content["variance"] == [{"d_k": 4, "value": 1.5, "bad": None, "far": None, "ok": True}]
+    assert content["curves"] == {"x": [0.0, 1.0, 2.0], "y": {"1": [0.5, None]}}
+    assert content["kind"] == "variance"
+    assert content["schema_version"] == SCHEMA_VERSION == 1
+    assert content["spec"] == {"d_k": 4, "seed": 0, "path": "a"}
+    assert content["spec_hash"] == spec_hash(record.spec)
+    assert content["reading"] == ["one", "two"]
+    assert content["cpu"] == cpu_name() != ""
+    assert content["versions"]["numpy"] == np.__version__
     assert set(versions()) >= {"python", "sqrtdk", "numpy"}
+
+
+def make_record(**changes):
+    parts = {
+        "kind": "variance",
+        "spec": {"d_k": (4, np.int64(64)), 1: math.nan},
+        "tables": {"variance": ({"d_k": 4, 2: np.inf},), "more": []},
+        "curves": {"x": np.array([[1.0, np.nan]]), "y": {1: (0.5, None)}},
+        "reading": ("one", "two"),
+        "scalars": {"ratio": np.float32(0.5), "far": -math.inf},
+    }
+    return Record(**{**parts, **changes})
+
+
+def test_a_record_is_plain_from_the_start():
+    record = make_record()
+    assert record.spec == {"d_k": [4, 64], "1": None}
+    assert record.tables == {"variance": [{"d_k": 4, "2": None}], "more": []}
+    assert record.curves == {"x": [[1.0, None]], "y": {"1": [0.5, None]}}
+    assert record.scalars == {"ratio": 0.5, "far": None}
+    assert record.reading == ["one", "two"]
+
+
+@pytest.mark.parametrize("changes", [{}, {"scalars": {}}, {"headline": "three"}, {"reading": ()}, {"curves": {}}])
+def test_a_record_comes_back_from_its_json(changes):
+    record = make_record(**changes)
+    assert Record.from_json(json.loads(json.dumps(record.as_json(), allow_nan=False))) == record
+
+
+def test_versions_and_cpu_are_those_of_the_computation():
+    stored = make_record(versions={"sqrtdk": "0.0.1"}, cpu="an abacus").as_json()
+    read = Record.from_json(stored)
+    assert (read.versions, read.cpu) == ({"sqrtdk": "0.0.1"}, "an abacus")
+    assert (read.as_json()["versions"], read.as_json()["cpu"]) == ({"sqrtdk": "0.0.1"}, "an abacus")
+
+
+def test_what_as_json_gives_is_not_the_record_itself():
+    record = make_record()
+    record.as_json()["variance"][0]["d_k"] = 5
+    assert record.tables["variance"][0]["d_k"] == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([], "content must be a record as JSON, got list"),
+        ({}, "schema version 1, got None"),
+        ({"schema_version": 2}, "schema version 1, got 2"),
+        ({"schema_version": 1, "kind": "x", "spec": {}, "cpu": ""}, "without versions, reading, headline"),
+    ],
+)
+def test_what_is_no_record_is_refused(content, message):
+    with pytest.raises(SqrtdkError, match=message):
+        Record.from_json(content)
 
 
 def test_a_table_may_not_hide_what_the_record_says_of_itself():

@@ -250,12 +250,19 @@ def _default_threads() -> int:
     asked = _first_number(os.environ.get("OMP_NUM_THREADS", ""))
     if asked is not None:
         return min(asked, MAX_THREADS)
+    return min(count_cpus(), MAX_THREADS)
+
+
+def count_cpus() -> int:
+    """The CPUs this process may use, at least 1: by its affinity and its cgroup's quota.
+
+    >>> 1 <= count_cpus() <= os.cpu_count()
+    True
+    """
     affinity = getattr(os, "sched_getaffinity", None)
     available = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     quota = read_cgroup_quota()
-    if quota is not None:
-        available = min(available, math.ceil(quota))
-    return max(1, min(available, MAX_THREADS))
+    return max(1, available if quota is None else min(available, math.ceil(quota)))
 
 
 def is_openmp_stack_default() -> bool:

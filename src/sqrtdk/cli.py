@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import json as json_module
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -74,24 +74,24 @@ def claims(
     """Check every claim of the four texts by computation: claimed, computed, verdict, why."""
     from sqrtdk import terminal
     from sqrtdk.claims import check_claims, name_sources
+    from sqrtdk.report.kinds import CLAIM_COLUMNS
 
     if json and markdown:
         raise InvalidValueError("--json and --markdown exclude each other, got both")
     _require_drawable(plot)
-    with _effort(seed, seeds, steps, store, workers) as (effort, bar):
+    with _evidence(seed, seeds, steps, store, workers) as (evidence, bar):
         record = check_claims(
             ids,
-            effort,
+            evidence,
             training=training,
             on_claim=lambda claim, i, n: bar.show(f"checking {claim.id}", i / n),
         )
     if markdown:
-        columns = ["id", "source", "claimed", "computed", "verdict", "why"]
         # Not typer's echo, which takes an ASCII terminal for a misconfigured one and writes UTF-8.
-        print(terminal.markdown_table(record.tables["claims"], columns), f"\n{name_sources()}", sep="\n")
+        print(terminal.markdown_table(record.tables["claims"], CLAIM_COLUMNS), f"\n{name_sources()}", sep="\n")
         _draw(record, plot)
         return
-    _present(record, {"claims": ["id", "source", "verdict", "claimed", "computed", "why"]}, json, plot)
+    _present(record, json, plot)
 
 
 @app.command(epilog="Example: sqrtdk variance --d-k 4,64,512 --plot variance.png")
@@ -106,8 +106,7 @@ def variance(
     _require_drawable(plot)
     with _working("drawing q and k"):
         record = exercises.variance(read_numbers("--d-k", d_k, int), samples, seed)
-    columns = ["d_k", "scale", "predicted", "measured", "low", "high", "inside"]
-    _present(record, {"variance": columns}, json, plot)
+    _present(record, json, plot)
 
 
 @app.command(epilog="Example: sqrtdk saturation --largest 10 --plot saturation.svg")
@@ -121,7 +120,7 @@ def saturation(
     """Exercise 2: softmax([x, 0, 0, 0]) for x from 0 to 10; where does it saturate?"""
     _require_drawable(plot)
     record = exercises.saturation(largest=largest, zeros=zeros, share=share)
-    _present(record, {"sweep": None, "points": None}, json, plot)
+    _present(record, json, plot)
 
 
 @app.command(
@@ -174,13 +173,9 @@ def ablate(
         batch=batch,
     )
     _require_drawable(plot)
-    with progress_bar() as bar:
-        record = lab.ablate(spec, store=store, workers=workers, progress=follow(bar, "training"))
-    shown = ["scale", "d_k", "init", "lr", "final_loss_median", "final_loss_iqr", "solved_fraction"]
-    shown += ["steps_to_threshold_median", "n"]
-    shown += ["temperature_by_layer", "temperature_range", "temperature_spread_median"]
-    there = [name for name in shown if name in record.tables["summary"][0]]
-    _present(record, {"summary": there}, json, plot, curves=curves)
+    with progress_bar() as bar, lab.Lab(store, lab.Processes(workers), follow(bar, "training")) as place:
+        record = lab.ablate(spec, place)
+    _present(record, json, plot, curves=curves)
 
 
 @app.command(epilog="Example: sqrtdk temperature --d-k 64 --n 32 --plot temperature.png")
@@ -196,7 +191,7 @@ def temperature(
     _require_drawable(plot)
     with _working("measuring attention at each temperature"):
         record = exercises.temperature(d_k=d_k, n=n, relatives=read_numbers("--relative", relative, float), seed=seed)
-    _present(record, {"temperature": None}, json, plot)
+    _present(record, json, plot)
 
 
 @app.command(epilog="Example: sqrtdk gradients --d-k 64,512 --n 16,1024 --plot gradients.html")
@@ -216,9 +211,7 @@ def gradients(
             seed=seed,
             on_size=lambda size, done: bar.show(f"measuring gradients: {size}", done),
         )
-    columns = ["d_k", "n", "scale", "rows", "jacobian_trace_mean", "jacobian_trace_median", "jacobian_trace_p5"]
-    norms = ["jacobian_norm_mean", "grad_q_mean", "grad_q_median", "grad_q_p5", "top_share"]
-    _present(record, {"jacobians": None, "vanish": [*columns, *norms]}, json, plot)
+    _present(record, json, plot)
 
 
 @app.command(epilog="Example: sqrtdk explain --d-k 64 --n 1024")
@@ -233,25 +226,25 @@ def explain(
     _require_drawable(plot)
     with _working(f"measuring dₖ {d_k}, n {n}"):
         record = exercises.explain(d_k=d_k, n=n, seed=seed)
-    _present(record, {"side_by_side": None}, json, plot)
+    _present(record, json, plot)
 
 
 @app.command(epilog="Example: sqrtdk info --json")
 def info(json: Json = False) -> None:
     """What computes attention here: the backends, which one is in use, threads, versions and CPU."""
-    found, used, count = backends.list(), backends.current(), backends.threads()
+    listed, used, count = backends.list(), backends.current(), backends.threads()
     rows = [
         {"name": one.name, "runs_here": one.runs_here, "in_use": one.name == used, "about": one.why_not or one.about}
-        for one in found
+        for one in listed
     ]
     reading = [
         f"Attention runs on {used} with {counted(count, 'thread')}.",
         f"{cpu_name()}; " + ", ".join(f"{package} {version}" for package, version in versions().items()) + ".",
     ]
-    if not any(one.runs_here for one in found[:-1]):
-        reading.insert(0, f"sqrtdk runs without its kernel ({found[0].why_not}): attention is computed in NumPy.")
+    if not any(one.runs_here for one in listed[:-1]):
+        reading.insert(0, f"sqrtdk runs without its kernel ({listed[0].why_not}): attention is computed in NumPy.")
     record = Record(kind="info", spec={"backend": used, "threads": count}, tables={"backends": rows}, reading=reading)
-    _present(record, {"backends": None}, json, None)
+    _present(record, json, None)
 
 
 @app.command(name="scales", epilog="Example: sqrtdk scales --json")
@@ -263,7 +256,7 @@ def list_scales(json: Json = False) -> None:
         {"name": one.name, "formula": one.formula, "source": one.source, "module": one.module}
         for one in scales.LEARNABLE.values()
     ]
-    _present(Record(kind="scales", spec={}, tables={"scales": rows}), {"scales": None}, json, None)
+    _present(Record(kind="scales", spec={}, tables={"scales": rows}), json, None)
 
 
 @app.command(epilog="Example: sqrtdk bench --suite square,real --output benchmark.json --plot benchmark.png")
@@ -300,8 +293,7 @@ def bench(
     busy = was_too_busy(record)
     # JSON has every case; tables and figures show what was measured.
     shown = record if json else replace(record, tables=keep_measured(record))
-    tables = ("ratios", "timings", "costs", "growth", "memory", "left_out")
-    _present(shown, dict.fromkeys(tables), json, None if busy else plot, curves=False)
+    _present(shown, json, None if busy else plot)
     if busy:
         _fail(
             f"the machine was too busy: in no case did {FEWEST_ROUNDS} rounds count"
@@ -322,43 +314,75 @@ def report(
 ) -> None:
     """Claims, exercises and the ablation in one self-contained HTML file, and a summary here."""
     from sqrtdk import terminal
-    from sqrtdk.claims import check_claims, run_learning_ablation, run_temperature_ablation, run_trained_swap
+    from sqrtdk.claims import check_claims
     from sqrtdk.report import require_page, write_report
 
     with naming("--output"):
         require_page(output)
-    with _effort(seed, seeds, steps, store, workers) as (effort, bar):
-        ablation = run_learning_ablation(effort)
-        learned = run_temperature_ablation(effort)
-        swap = run_trained_swap(effort)
-        found = check_claims(None, effort, on_claim=lambda claim, i, n: bar.show(f"checking {claim.id}", i / n))
+    with _evidence(seed, seeds, steps, store, workers) as (evidence, bar):
+        checked = check_claims(None, evidence, on_claim=lambda claim, i, n: bar.show(f"checking {claim.id}", i / n))
         bar.show("exercises", 0.9)
-        records = [
-            found,
+        made = [
+            checked,
             exercises.variance(seed=seed),
             exercises.saturation(),
             exercises.temperature(seed=seed),
             exercises.gradients(seed=seed),
             exercises.explain(seed=seed),
-            ablation,
-            learned,
-            swap,
         ]
+        records = [*(evidence.lab.keep(record) for record in made)]
+        records += [evidence.learning, evidence.temperatures, evidence.swap]
     written = write_report(records, output, command=f"sqrtdk report --seed {seed} --seeds {seeds} --steps {steps}")
     if json:
-        terminal.print_json(found)
+        terminal.print_json(checked)
     else:
         terminal.print_summary(records, written)
 
 
-@contextmanager
-def _effort(seed: int, seeds: int, steps: int, store: Path | None, workers: int | None) -> Iterator[tuple[Any, Any]]:
-    """An effort with a progress bar; without a store, one that lasts as long as the command."""
-    from sqrtdk.claims import Effort
+@app.command(epilog="Example: sqrtdk draw runs.sqlite ablation.html --kind ablation")
+def draw(
+    source: Annotated[Path, typer.Argument(help="A store, or a file with what a command printed with --json.")],
+    output: Annotated[Path, typer.Argument(help="The .png, .svg or .html file to write.")],
+    kind: Annotated[str | None, typer.Option(help="Of several records in a store: the latest of this kind.")] = None,
+) -> None:
+    """Draw the figure of a finished record again, from a store or from JSON: nothing is computed."""
+    from sqrtdk.report import figure_kinds
 
-    with tempfile.TemporaryDirectory(prefix="sqrtdk-") as directory, progress_bar() as bar:
-        kept = store if store is not None else Path(directory) / "runs.sqlite"
-        yield Effort(seed, seeds, steps, kept, workers, follow(bar, "training")), bar
+    _require_drawable(output, "OUTPUT")
+    records = [record for record in _read_records(source) if kind in (None, record.kind)]
+    drawable = [record for record in records if record.kind in figure_kinds()]
+    if not drawable:
+        wanted = "with a figure" if kind is None else f"of kind {kind!r}"
+        raise InvalidValueError(f"SOURCE must hold a record {wanted}, got none in {source}")
+    _draw(drawable[-1], output)
+
+
+def _read_records(source: Path) -> list[Record]:
+    """The finished records of a store, or the one of a JSON file."""
+    if not source.is_file():
+        raise InvalidValueError(f"SOURCE must be a file, got {source}")
+    if source.read_bytes()[:1] == b"{":
+        try:
+            return [Record.from_json(json_module.loads(source.read_text(encoding="utf-8")))]
+        except ValueError as error:
+            raise InvalidValueError(f"SOURCE must be what --json prints, got {source} ({error})") from None
+    from sqrtdk.lab import Store
+
+    try:
+        with Store(source) as store:
+            return store.records()
+    except SqrtdkError as error:
+        raise type(error)(str(error).replace("store", "SOURCE", 1)) from None
+
+
+@contextmanager
+def _evidence(seed: int, seeds: int, steps: int, store: Path | None, workers: int | None) -> Iterator[tuple[Any, Any]]:
+    """Evidence from a lab with a progress bar; without a store, one that lasts as long as the command."""
+    from sqrtdk.claims import Evidence
+    from sqrtdk.lab import Lab, Processes
+
+    with progress_bar() as bar, Lab(store, Processes(workers), follow(bar, "training")) as lab:
+        yield Evidence(seed, seeds, steps, lab), bar
 
 
 @contextmanager
@@ -369,14 +393,15 @@ def _working(doing: str) -> Iterator[Bar]:
         yield bar
 
 
-def _present(record: Record, tables: dict[str, Any], json: bool, plot: Path | None, *, curves: bool = True) -> None:
+def _present(record: Record, json: bool, plot: Path | None, *, curves: bool = False) -> None:
     from sqrtdk import terminal
+    from sqrtdk.report.kinds import kind_of, shown_tables
 
     _draw(record, plot)
     if json:
-        terminal.print_json(record, curves=curves)
+        terminal.print_json(record, curves=curves or kind_of(record).prints_curves)
     else:
-        terminal.print_record(record, tables)
+        terminal.print_record(record, shown_tables(record))
 
 
 def _draw(record: Record, plot: Path | None) -> None:
@@ -387,12 +412,12 @@ def _draw(record: Record, plot: Path | None) -> None:
         print(f"figure written to {written}", file=sys.stderr)
 
 
-def _require_drawable(plot: Path | None) -> None:
+def _require_drawable(plot: Path | None, option: str = "--plot") -> None:
     """Refuse a file that cannot be drawn before hours of work, not after."""
     if plot is not None:
         from sqrtdk.report import require_drawable
 
-        with naming("--plot"):
+        with naming(option):
             require_drawable(plot)
 
 

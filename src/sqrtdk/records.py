@@ -12,13 +12,16 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from sqrtdk.errors import InvalidValueError
+from sqrtdk.errors import InvalidTypeError, InvalidValueError
 
 SCHEMA_VERSION = 1
 
 Row = Mapping[str, Any]
 
-_OWN_FIELDS = {"kind", "schema_version", "spec", "spec_hash", "versions", "cpu", "curves", "reading", "headline"}
+_OWN_FIELDS = (
+    *("kind", "schema_version", "spec", "spec_hash", "versions", "cpu"),
+    *("scalars", "curves", "reading", "headline"),
+)
 
 
 def spec_hash(spec: Mapping[str, Any]) -> str:
@@ -33,13 +36,13 @@ def spec_hash(spec: Mapping[str, Any]) -> str:
 
 def versions() -> dict[str, str]:
     """Versions of Python, sqrtdk and what is installed of NumPy and torch, without importing them."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for package in ("sqrtdk", "numpy", "torch"):
         try:
-            found[package] = metadata.version(package)
+            installed[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def counted(count: int, noun: str) -> str:
@@ -63,15 +66,27 @@ def cpu_name() -> str:
 
 @dataclass(frozen=True)
 class Record:
-    """One finished computation, ready to print, plot or store.
+    """One finished computation, ready to print, plot or store; what it holds are plain JSON values from the start.
+
+    NaN and infinities become None, as JSON has no word for them, tuples and arrays lists, keys text. So a record equals
+    the one that is read back from its JSON.
 
     Args:
-        kind: what was computed (``"variance"``, ``"claims"``, ``"ablation"`` …); figures are looked up by it.
+        kind: what was computed (``"variance"``, ``"claims"``, ``"ablation"`` …); its looks are found by it.
         spec: what was asked, the seed included.
         tables: named tables, each a list of flat rows; the first one is the headline table.
         curves: larger numeric material for figures: nested lists or mappings of numbers.
         reading: sentences that say what the numbers show, made from the numbers.
         headline: the one sentence for a summary; the first of the reading if not given.
+        scalars: single numbers by name, beside the tables.
+        versions: of what computed it; those of this process if not given.
+        cpu: the processor that computed it; this one if not given.
+
+    >>> record = Record("variance", {"d_ks": (4, 64)}, {"variance": [{"d_k": 4, "measured": float("nan")}]})
+    >>> record.spec, record.tables["variance"]
+    ({'d_ks': [4, 64]}, [{'d_k': 4, 'measured': None}])
+    >>> Record.from_json(json.loads(json.dumps(record.as_json()))) == record
+    True
     """
 
     kind: str
@@ -80,28 +95,59 @@ class Record:
     curves: Mapping[str, Any] = field(default_factory=dict)
     reading: Sequence[str] = ()
     headline: str = ""
+    scalars: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=versions)
+    cpu: str = field(default_factory=cpu_name)
 
     def __post_init__(self) -> None:
         if not self.headline and self.reading:
             object.__setattr__(self, "headline", self.reading[0])
-        taken = sorted(_OWN_FIELDS & set(self.tables))
+        for name in ("spec", "tables", "curves", "reading", "scalars", "versions"):
+            object.__setattr__(self, name, _plain(getattr(self, name)))
+        taken = sorted(set(_OWN_FIELDS) & set(self.tables))
         if taken:
             raise InvalidValueError(f"tables must not be named like the record's own fields, got {taken}")
 
     def as_json(self) -> dict[str, Any]:
-        """The record as plain JSON values; NaN and infinities become null, as JSON has no word for them."""
+        """The record as plain JSON values of its own: each table under its name, beside what the record says of itself.
+
+        `spec_hash` names the spec by its content.
+        """
         return {
             "kind": self.kind,
             "schema_version": SCHEMA_VERSION,
             "spec": _plain(self.spec),
             "spec_hash": spec_hash(self.spec),
-            "versions": versions(),
-            "cpu": cpu_name(),
+            "versions": _plain(self.versions),
+            "cpu": self.cpu,
             **{name: _plain(rows) for name, rows in self.tables.items()},
+            "scalars": _plain(self.scalars),
             "curves": _plain(self.curves),
             "reading": list(self.reading),
             "headline": self.headline,
         }
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Record:
+        """The record that `as_json` was called on; curves and scalars may have been left out.
+
+        Raises:
+            InvalidTypeError: the content is no mapping.
+            InvalidValueError: it is no record, or one of another schema version.
+        """
+        if not isinstance(content, Mapping):
+            raise InvalidTypeError(f"content must be a record as JSON, got {type(content).__name__}")
+        if content.get("schema_version") != SCHEMA_VERSION:
+            raise InvalidValueError(
+                f"content must be a record of schema version {SCHEMA_VERSION}, got {content.get('schema_version')!r}"
+            )
+        missing = [name for name in ("kind", "spec", "versions", "cpu", "reading", "headline") if name not in content]
+        if missing:
+            raise InvalidValueError(f"content must be a record, got one without {', '.join(missing)}")
+        own = {name: content[name] for name in _OWN_FIELDS if name in content}
+        del own["schema_version"]
+        own.pop("spec_hash", None)
+        return cls(tables={name: rows for name, rows in content.items() if name not in _OWN_FIELDS}, **own)
 
 
 def _without_numpy(value: Any) -> Any:

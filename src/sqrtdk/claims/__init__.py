@@ -8,22 +8,18 @@ from dataclasses import asdict
 
 # Importing a module enters its claims; the order is the order of the texts.
 from sqrtdk.claims import gradients, learning, operation, saturation, scaling, variance  # noqa: F401
-from sqrtdk.claims.claim import CLAIMS, SOURCES, Claim, Effort, Finding
-from sqrtdk.claims.learning import run_learning_ablation, run_trained_swap
-from sqrtdk.claims.scaling import run_temperature_ablation
+from sqrtdk.claims.claim import CLAIMS, SOURCES, Claim, Finding
+from sqrtdk.claims.evidence import Evidence
 from sqrtdk.errors import InvalidValueError, MissingExtraError, missing_extra, unknown_name
 from sqrtdk.records import Record, counted
 
 __all__ = [
     "Claim",
-    "Effort",
+    "Evidence",
     "Finding",
     "check_claims",
     "list_claims",
     "name_sources",
-    "run_learning_ablation",
-    "run_temperature_ablation",
-    "run_trained_swap",
 ]
 
 _GROUPS = ("op", "var", "soft", "grad", "scale")
@@ -40,7 +36,7 @@ def list_claims() -> list[Claim]:
 
 def check_claims(
     ids: Sequence[str] | None = None,
-    effort: Effort | None = None,
+    evidence: Evidence | None = None,
     *,
     training: bool = True,
     on_claim: Callable[[Claim, int, int], None] | None = None,
@@ -49,7 +45,7 @@ def check_claims(
 
     Args:
         ids: claims or groups to check; None is all of them.
-        effort: seed, training runs and where to keep them; None is the default `Effort`.
+        evidence: the seed and the experiments to judge by; None is the default `Evidence`.
         training: False leaves out the claims that train models.
         on_claim: called before each check with the claim, its index and how many there are.
 
@@ -63,14 +59,14 @@ def check_claims(
     >>> check_claims(["soft.peak"]).tables["claims"][0]["verdict"]
     'wrong'
     """
-    effort = Effort() if effort is None else effort
+    evidence = Evidence() if evidence is None else evidence
     chosen = _choose(ids, training)
     rows = []
     for index, claim in enumerate(chosen):
         if on_claim is not None:
             on_claim(claim, index, len(chosen))
-        found = asdict(claim.check(effort))
-        rows.append({"id": claim.id, "source": claim.source, "claimed": claim.claimed, **found})
+        finding = asdict(claim.check(evidence))
+        rows.append({"id": claim.id, "source": claim.source, "claimed": claim.claimed, **finding})
     counts = {verdict: sum(row["verdict"] == verdict for row in rows) for verdict in ("holds", "wrong", "depends")}
     wrong = ", ".join(row["id"] for row in rows if row["verdict"] == "wrong")
     depends = ", ".join(row["id"] for row in rows if row["verdict"] == "depends")
@@ -80,7 +76,12 @@ def check_claims(
         *([f"Depends: {depends}."] if depends else []),
         name_sources(),
     ]
-    spec = {"ids": [claim.id for claim in chosen], "seed": effort.seed, "seeds": effort.seeds, "steps": effort.steps}
+    spec = {
+        "ids": [claim.id for claim in chosen],
+        "seed": evidence.seed,
+        "seeds": evidence.seeds,
+        "steps": evidence.steps,
+    }
     return Record(kind="claims", spec=spec, tables={"claims": rows}, reading=reading)
 
 
@@ -105,12 +106,12 @@ def _count_verdicts(counts: Mapping[str, int]) -> str:
 
 
 def _choose(ids: Sequence[str] | None, training: bool) -> list[Claim]:
-    every = list_claims()
-    known = [claim.id for claim in every]
+    listed = list_claims()
+    known = [claim.id for claim in listed]
     for name in ids or ():
         if name not in known and name not in _GROUPS:
             raise unknown_name("claim", name, [*known, *_GROUPS])
-    named = [claim for claim in every if ids is None or claim.id in ids or claim.id.split(".")[0] in ids]
+    named = [claim for claim in listed if ids is None or claim.id in ids or claim.id.split(".")[0] in ids]
     chosen = [claim for claim in named if training or not claim.trains]
     if not chosen:
         raise InvalidValueError(f"ids must name a claim that needs no training, got {', '.join(ids or ())}")

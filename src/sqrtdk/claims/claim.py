@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from sqrtdk.claims.evidence import Evidence
 from sqrtdk.exercises.sampling import Estimate, estimate_mean
 
 Verdict = Literal["holds", "wrong", "depends"]
@@ -33,34 +33,13 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Effort:
-    """How much work a check may do and where training runs are kept.
-
-    Args:
-        seed: seeds every random draw.
-        seeds: training runs per setting.
-        steps: training steps per run.
-        store: file of finished training runs; None forgets them.
-        workers: processes for training; None is one per core.
-        progress: called with the lab's progress while training.
-    """
-
-    seed: int = 0
-    seeds: int = 8
-    steps: int = 600
-    store: Path | None = None
-    workers: int | None = None
-    progress: Callable[[Any], None] | None = None
-
-
-@dataclass(frozen=True)
 class Claim:
     """One sentence of the texts in our words, and the computation that decides it."""
 
     id: str
     source: str
     claimed: str
-    check: Callable[[Effort], Finding]
+    check: Callable[[Evidence], Finding]
     trains: bool = False
 
 
@@ -77,10 +56,10 @@ SOURCES = {
 
 def claim(
     id: str, source: str, claimed: str, *, trains: bool = False
-) -> Callable[[Callable[[Effort], Finding]], Callable[[Effort], Finding]]:
+) -> Callable[[Callable[[Evidence], Finding]], Callable[[Evidence], Finding]]:
     """Enter the decorated check into the list of claims; `trains` marks the ones that train models with torch."""
 
-    def enter(check: Callable[[Effort], Finding]) -> Callable[[Effort], Finding]:
+    def enter(check: Callable[[Evidence], Finding]) -> Callable[[Evidence], Finding]:
         CLAIMS.append(Claim(id, source, claimed, check, trains))
         return check
 

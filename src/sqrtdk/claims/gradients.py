@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from sqrtdk import softmax, theory
-from sqrtdk.claims.claim import Effort, Finding, agree, claim, row
+from sqrtdk.claims.claim import Finding, agree, claim, row
+from sqrtdk.claims.evidence import Evidence
 from sqrtdk.exercises import gradients
 
 
 @claim("grad.jacobian", "S2, S3", "∂sᵢ/∂xⱼ = sᵢ(δᵢⱼ − sⱼ): diagonal sᵢ(1−sᵢ), off-diagonal −sᵢsⱼ")
-def _jacobian(effort: Effort) -> Finding:
-    rng = np.random.default_rng(effort.seed)
+def _jacobian(evidence: Evidence) -> Finding:
+    rng = np.random.default_rng(evidence.seed)
     worst, step = 0.0, 1e-6
     for n in (2, 5, 16):
         x = 2.0 * rng.standard_normal(n)
@@ -27,7 +28,7 @@ def _jacobian(effort: Effort) -> Finding:
 
 
 @claim("grad.healthy", "S3", "s = [0.3, 0.3, 0.2, 0.2] → diagonal [0.21, 0.21, 0.16, 0.16]")
-def _healthy(effort: Effort) -> Finding:
+def _healthy(evidence: Evidence) -> Finding:
     diagonal = np.diag(theory.softmax_jacobian([0.3, 0.3, 0.2, 0.2]))
     return Finding(
         row(diagonal, 2),
@@ -38,10 +39,10 @@ def _healthy(effort: Effort) -> Finding:
 
 
 @claim("grad.vanish", "all", "s → one-hot → every Jacobian entry → 0, so without scaling gradients vanish")
-def _vanish(effort: Effort) -> Finding:
+def _vanish(evidence: Evidence) -> Finding:
     cells = {
         (cell["d_k"], cell["n"], cell["scale"]): cell
-        for cell in gradients(d_ks=(64, 512), ns=(16, 1024), seed=effort.seed).tables["vanish"]
+        for cell in gradients(d_ks=(64, 512), ns=(16, 1024), seed=evidence.seed).tables["vanish"]
     }
     sizes = [(d, n) for d in (64, 512) for n in (16, 1024)]
     trace_falls = all(
@@ -56,7 +57,7 @@ def _vanish(effort: Effort) -> Finding:
         f"mean ‖∂q‖ for none/√dₖ/dₖ at dₖ 64, n 1024: {wide[0]:.3g} / {wide[1]:.2g} / {wide[2]:.2g}; at dₖ 512, n 16 "
         f"median {' / '.join(format(c['grad_q_median'], '.2g') for c in narrow)}, 5th percentile "
         f"{' / '.join(format(c['grad_q_p5'], '.1g') for c in narrow)} "
-        f"({cells[64, 1024, 'none']['rows']} and {narrow[0]['rows']} rows, seed {effort.seed})",
+        f"({cells[64, 1024, 'none']['rows']} and {narrow[0]['rows']} rows, seed {evidence.seed})",
         "depends" if trace_falls and larger else ("holds" if trace_falls else "wrong"),
         f"The diagonal (1 − Σp²) {'shrinks as they say' if trace_falls else 'does not always shrink'}, but the mean "
         "gradient of q is larger without scaling in "

@@ -5,37 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from sqrtdk.claims.claim import Effort, Finding, Verdict, claim
+from sqrtdk.claims.claim import Finding, Verdict, claim
+from sqrtdk.claims.evidence import LEARNING_RATES, Evidence
 from sqrtdk.errors import SqrtdkError
-from sqrtdk.lab import AblationSpec, RunSpec, ablate, swap_scale
+from sqrtdk.lab import RunSpec
 from sqrtdk.lab.outcomes import or_infinite
-from sqrtdk.records import Record, counted
-
-LEARNING_RATES = (3e-4, 1e-3, 3e-3)
-
-
-def run_learning_ablation(effort: Effort) -> Record:
-    """Train none, √dₖ and dₖ at three learning rates each, beside the control with the scale inside the weights."""
-    spec = AblationSpec(
-        scales=("none", "sqrt", "inverse"),
-        seeds=effort.seeds,
-        steps=effort.steps,
-        lrs=LEARNING_RATES,
-        also=(("none", "absorbed"),),
-    )
-    return ablate(spec, store=effort.store, workers=effort.workers, progress=effort.progress)
-
-
-def run_trained_swap(effort: Effort) -> Record:
-    """Train with √dₖ, then take the scale away; beside training without it from a random start."""
-    return swap_scale(
-        seeds=effort.seeds,
-        start_steps=effort.steps,
-        steps=effort.steps,
-        store=effort.store,
-        workers=effort.workers,
-        progress=effort.progress,
-    )
+from sqrtdk.records import counted
 
 
 def _loss(value: float | None) -> str:
@@ -54,8 +29,8 @@ def require_runs(rows: Iterable[Mapping[str, Any]]) -> None:
     "at random initialisation scaling is critical, in a trained model less so",
     trains=True,
 )
-def _trained(effort: Effort) -> Finding:
-    stages = {stage["stage"]: stage for stage in run_trained_swap(effort).tables["summary"]}
+def _trained(evidence: Evidence) -> Finding:
+    stages = {stage["stage"]: stage for stage in evidence.swap.tables["summary"]}
     require_runs(stages.values())
     trained, swapped, continued, scratch = (stages[name] for name in ("trained", "swapped", "continued", "scratch"))
     learned, stays, recovers, starts = (
@@ -79,14 +54,14 @@ def _trained(effort: Effort) -> Finding:
         f"scale then removed {_loss(swapped['loss_median'])}, trained on without {_loss(continued['loss_median'])}; "
         f"without from the start {_loss(scratch['loss_median'])} (chance {RunSpec().make_task().chance_loss:.2g})",
         verdict,
-        why if learned else UNDECIDED.format(steps=effort.steps),
+        why if learned else UNDECIDED.format(steps=evidence.steps),
         {name: {key: stage[key] for key in ("loss_median", "solved_fraction", "n")} for name, stage in stages.items()},
     )
 
 
 @claim("grad.learning", "all", "without scaling, learning slows or fails", trains=True)
-def _learning(effort: Effort) -> Finding:
-    record = run_learning_ablation(effort)
+def _learning(evidence: Evidence) -> Finding:
+    record = evidence.learning
     require_runs(record.tables["best"])
     best = {(row["scale"], row["init"]): row for row in record.tables["best"]}
     none, sqrt, inverse = (best[name, "unit"] for name in ("none", "sqrt", "inverse"))
@@ -114,7 +89,7 @@ def _learning(effort: Effort) -> Finding:
         f"{counted(paired['n'], 'pair')} "
         f"(Wilcoxon p = {paired['wilcoxon_p']:.2g})",
         ("depends" if control_learns or not learned else "holds") if fails or not learned else "wrong",
-        _explain_learning(fails, control_learns) if learned else UNDECIDED.format(steps=effort.steps),
+        _explain_learning(fails, control_learns) if learned else UNDECIDED.format(steps=evidence.steps),
         {
             f"{scale},{init}": {key: row[key] for key in ("lr", "final_loss_median", "solved_fraction", "n")}
             for (scale, init), row in best.items()

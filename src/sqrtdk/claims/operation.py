@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from sqrtdk import attention, scaled_dot_product_attention, softmax
-from sqrtdk.claims.claim import Effort, Finding, claim
+from sqrtdk.claims.claim import Finding, claim
+from sqrtdk.claims.evidence import Evidence
 
 
 @claim(
@@ -13,8 +14,8 @@ from sqrtdk.claims.claim import Effort, Finding, claim
     "all",
     "Attention(Q,K,V) = softmax(QKᵀ/√dₖ)·V, with weights on request whose rows sum to 1",
 )
-def _formula(effort: Effort) -> Finding:
-    rng = np.random.default_rng(effort.seed)
+def _formula(evidence: Evidence) -> Finding:
+    rng = np.random.default_rng(evidence.seed)
     worst_sum, worst_output = 0.0, 0.0
     for queries, keys, d_k in ((1, 1, 1), (5, 7, 4), (16, 31, 64), (3, 64, 512)):
         q, k, v = rng.standard_normal((queries, d_k)), rng.standard_normal((keys, d_k)), rng.standard_normal((keys, 3))
@@ -34,7 +35,7 @@ def _formula(effort: Effort) -> Finding:
 
 
 @claim("op.stable", "S3", "softmax subtracts the row maximum first: no overflow for any finite score")
-def _stable(effort: Effort) -> Finding:
+def _stable(evidence: Evidence) -> Finding:
     finite = True
     for dtype in (np.float32, np.float64):
         top = float(np.finfo(dtype).max)
@@ -53,7 +54,7 @@ def _stable(effort: Effort) -> Finding:
 
 
 @claim("op.always", "S3", "the division is negligible in cost, so always do it")
-def _always(effort: Effort) -> Finding:
+def _always(evidence: Evidence) -> Finding:
     shares = {}
     for d in (4, 16, 64, 128):
         products = 2 * 2 * d  # multiplications and additions per score for QKᵀ and for P·V with dᵥ = dₖ

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sqrtdk import attention, scaled_dot_product_attention, softmax, theory
-from sqrtdk.claims.claim import Effort, Finding, agree, claim, row
+from sqrtdk.claims.claim import Finding, agree, claim, row
+from sqrtdk.claims.evidence import Evidence
 from sqrtdk.exercises.sampling import choose_effort, sample_policies
 
 Array = npt.NDArray[np.float64]
@@ -21,7 +22,7 @@ def _worked(claimed: list[float], scores: list[float], *, decimals: int = 3) -> 
 
 
 @claim("soft.exp", "S0", "e^1 2.718, e^5 148.4, e^10 22 026, e^20 485 165 195, e^50 5 184 705 528 587 072 045")
-def _exp(effort: Effort) -> Finding:
+def _exp(evidence: Evidence) -> Finding:
     claimed = {1: 2.718, 5: 148.4, 10: 22_026.0, 20: 485_165_195.0, 50: 5_184_705_528_587_072_045.0}
     ratio = {x: math.exp(x) / value for x, value in claimed.items()}
     off = {x: r for x, r in ratio.items() if abs(r - 1) > 1e-3}
@@ -35,7 +36,7 @@ def _exp(effort: Effort) -> Finding:
 
 
 @claim("soft.50", "S0", "softmax[50, 10, 5] ≈ [1.0, 0.0, 0.0]")
-def _fifty(effort: Effort) -> Finding:
+def _fifty(evidence: Evidence) -> Finding:
     computed, fits = _worked([1.0, 0.0, 0.0], [50, 10, 5], decimals=1)
     return Finding(
         f"[1 − {computed[1:].sum():.1e}, {computed[1]:.1e}, {computed[2]:.1e}]",
@@ -46,7 +47,7 @@ def _fifty(effort: Effort) -> Finding:
 
 
 @claim("soft.5", "S0", "softmax[5, 1, 0.5] = [0.971, 0.018, 0.011], sum of exponentials 152.780")
-def _five_small(effort: Effort) -> Finding:
+def _five_small(evidence: Evidence) -> Finding:
     computed, fits = _worked([0.971, 0.018, 0.011], [5, 1, 0.5])
     total = float(np.exp([5, 1, 0.5]).sum())
     return Finding(
@@ -58,7 +59,7 @@ def _five_small(effort: Effort) -> Finding:
 
 
 @claim("soft.dk4", "S0", "dₖ = 4, q = [1,0,1,0], k = [0,1,1,1]: dot 1, scaled 0.5")
-def _dk4(effort: Effort) -> Finding:
+def _dk4(evidence: Evidence) -> Finding:
     q, k = np.array([[1.0, 0, 1, 0]]), np.array([[0.0, 1, 1, 1]])
     statistics = attention(q, k, k).statistics
     unscaled = attention(q, k, k, scale="none").statistics
@@ -78,7 +79,7 @@ def _dk4(effort: Effort) -> Finding:
     "S0",
     "scores [14,10,12]: [0.867, 0.016, 0.117] (sum 1 387 386); over 8: [0.419, 0.254, 0.326] (sum 13.727)",
 )
-def _dk64(effort: Effort) -> Finding:
+def _dk64(evidence: Evidence) -> Finding:
     scores = np.array([14.0, 10.0, 12.0])
     raw, raw_fits = _worked([0.867, 0.016, 0.117], [14, 10, 12])
     scaled, scaled_fits = _worked([0.419, 0.254, 0.326], [14 / 8, 10 / 8, 12 / 8])
@@ -93,7 +94,7 @@ def _dk64(effort: Effort) -> Finding:
 
 
 @claim("soft.peak", "S3", "scores [8.5, −2.1, 7.9, …] give [0.99, 0.00, 0.01, …]")
-def _peak(effort: Effort) -> Finding:
+def _peak(evidence: Evidence) -> Finding:
     computed, fits = _worked([0.99, 0.00, 0.01], [8.5, -2.1, 7.9], decimals=2)
     ratio = float(computed[0] / computed[2])
     with_more = softmax(np.array([8.5, -2.1, 7.9, 3.0, -1.0, 8.0]))
@@ -107,7 +108,7 @@ def _peak(effort: Effort) -> Finding:
 
 
 @claim("soft.five", "S3", "scores [9.2, −3.1, 8.8, −5.4, 1.2] give [0.599, 0, 0.401, 0, 0]")
-def _five(effort: Effort) -> Finding:
+def _five(evidence: Evidence) -> Finding:
     computed, fits = _worked([0.599, 0.0, 0.401, 0.0, 0.0], [9.2, -3.1, 8.8, -5.4, 1.2])
     return Finding(
         row(computed),
@@ -120,7 +121,7 @@ def _five(effort: Effort) -> Finding:
 
 
 @claim("soft.five8", "S3", "the same over 8 gives [0.31, 0.07, 0.30, 0.05, 0.12]")
-def _five8(effort: Effort) -> Finding:
+def _five8(evidence: Evidence) -> Finding:
     claimed = [0.31, 0.07, 0.30, 0.05, 0.12]
     computed, fits = _worked(claimed, [x / 8 for x in (9.2, -3.1, 8.8, -5.4, 1.2)], decimals=2)
     return Finding(
@@ -131,9 +132,9 @@ def _five8(effort: Effort) -> Finding:
     )
 
 
-def _mean(quantity: str, d_k: int, n: int, policy: str, effort: Effort) -> float:
+def _mean(quantity: str, d_k: int, n: int, policy: str, evidence: Evidence) -> float:
     """A mean over the rows that `sqrtdk explain` and `sqrtdk gradients` measure at this size."""
-    sampled = sample_policies(d_k=d_k, n=n, **choose_effort(n)._asdict(), seed=effort.seed)
+    sampled = sample_policies(d_k=d_k, n=n, **choose_effort(n)._asdict(), seed=evidence.seed)
     return sampled[policy].mean(quantity).value
 
 
@@ -142,14 +143,14 @@ def _count_rows(ns: Sequence[int]) -> str:
 
 
 @claim("soft.onehot", "all", "without scaling, large dₖ makes the weights nearly one-hot")
-def _onehot(effort: Effort) -> Finding:
-    table = {(d, n): _mean("sum_p2", d, n, "none", effort) for n in (16, 1024) for d in (4, 64, 512)}
+def _onehot(evidence: Evidence) -> Finding:
+    table = {(d, n): _mean("sum_p2", d, n, "none", evidence) for n in (16, 1024) for d in (4, 64, 512)}
     crossover = {n: theory.unscaled_crossover(n) for n in (16, 1024)}
     grows = all(table[4, n] < table[64, n] < table[512, n] for n in (16, 1024))
     varies = table[64, 16] - table[64, 1024] > 0.02
     listed = ", ".join(f"dₖ {d}, n {n}: {value:.3f}" for (d, n), value in table.items())
     return Finding(
-        f"E Σp²: {listed} ({_count_rows((16, 1024))} rows, seed {effort.seed})",
+        f"E Σp²: {listed} ({_count_rows((16, 1024))} rows, seed {evidence.seed})",
         "depends" if grows and varies else ("holds" if grows else "wrong"),
         "It depends on n as well: condensation begins at dₖ = 2 ln n and Σp² ≥ ½ from about 8 ln n, that is "
         + " and ".join(f"dₖ {c.begins:.0f} and {c.nearly_one_hot:.0f} for n = {n}" for n, c in crossover.items())
@@ -159,11 +160,11 @@ def _onehot(effort: Effort) -> Finding:
 
 
 @claim("soft.uniform", "S1", "dividing by dₖ makes the weights nearly uniform, 1/n each, and attention cannot focus")
-def _uniform(effort: Effort) -> Finding:
+def _uniform(evidence: Evidence) -> Finding:
     n = 1024
-    at = {d: _mean("entropy_ratio", d, n, "inverse", effort) for d in (4, 64, 512)}
+    at = {d: _mean("entropy_ratio", d, n, "inverse", evidence) for d in (4, 64, 512)}
     uniform = at[64] > 0.99 and at[512] > 0.99
-    rng = np.random.default_rng(effort.seed)
+    rng = np.random.default_rng(evidence.seed)
     q, k = rng.standard_normal((2, 64, 64))
     _, default = scaled_dot_product_attention(q, k, k)
     _, grown = scaled_dot_product_attention(8.0 * q, k, k, scale=1 / 64)
@@ -197,8 +198,8 @@ def _weights_in(precision: str, q: Array, k: Array, scale: float) -> Array:
 
 
 @claim("soft.unstable", "S1", "dividing by dₖ could be numerically unstable in floating point")
-def _unstable(effort: Effort) -> Finding:
-    rng = np.random.default_rng(effort.seed)
+def _unstable(evidence: Evidence) -> Finding:
+    rng = np.random.default_rng(evidence.seed)
     worst: dict[str, dict[str, float]] = {}
     finite = True
     for precision in ("float32", "bfloat16", "float16"):
@@ -230,17 +231,17 @@ def _unstable(effort: Effort) -> Finding:
 
 
 @claim("soft.small", "S0, S3", "at small dₖ scaling matters little, at large dₖ it is critical")
-def _small(effort: Effort) -> Finding:
+def _small(evidence: Evidence) -> Finding:
     loss = {}
     for n in (16, 1024):
         for d in (1, 4, 64, 512):
-            sqrt, none = (_mean("entropy_ratio", d, n, policy, effort) for policy in ("sqrt", "none"))
+            sqrt, none = (_mean("entropy_ratio", d, n, policy, evidence) for policy in ("sqrt", "none"))
             loss[d, n] = sqrt - none
     crossover = {n: theory.unscaled_crossover(n) for n in (16, 1024)}
     fits = all(loss[1, n] < 1e-9 and loss[4, n] < 0.5 * loss[512, n] and loss[512, n] > 0.5 for n in (16, 1024))
     listed = ", ".join(f"dₖ {d}, n {n}: {value:.2f}" for (d, n), value in loss.items())
     return Finding(
-        f"entropy ratio lost without scaling: {listed} ({_count_rows((16, 1024))} rows, seed {effort.seed}); "
+        f"entropy ratio lost without scaling: {listed} ({_count_rows((16, 1024))} rows, seed {evidence.seed}); "
         "crossover dₖ = "
         + ", ".join(f"{c.begins:.1f} to {c.nearly_one_hot:.0f} (n {n})" for n, c in crossover.items()),
         "holds" if fits else "wrong",

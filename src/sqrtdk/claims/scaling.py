@@ -10,27 +10,27 @@ import numpy as np
 import numpy.typing as npt
 
 from sqrtdk import attention, scales, softmax
-from sqrtdk.claims.claim import Effort, Finding, Verdict, claim
+from sqrtdk.claims.claim import Finding, Verdict, claim
+from sqrtdk.claims.evidence import Evidence
 from sqrtdk.claims.learning import UNDECIDED, require_runs
 from sqrtdk.claims.models import survey
 from sqrtdk.errors import SqrtdkError
-from sqrtdk.lab import AblationSpec, ablate
 from sqrtdk.lab.ablation import show_loss
-from sqrtdk.records import Record, counted
+from sqrtdk.records import counted
 
 Array = npt.NDArray[np.float64]
 
 
-def _weights(effort: Effort, scale: object, d_k: int = 64) -> tuple[Array, Array]:
+def _weights(evidence: Evidence, scale: object, d_k: int = 64) -> tuple[Array, Array]:
     """Weights of one head under a scale, and the raw scores q·k."""
-    q, k = np.random.default_rng(effort.seed).standard_normal((2, 48, d_k))
+    q, k = np.random.default_rng(evidence.seed).standard_normal((2, 48, d_k))
     found = attention(q, k, k, scale=scale, weights=True).weights  # type: ignore[arg-type]
     assert found is not None
     return found, q @ k.T
 
 
-def _divides_by(effort: Effort, policy: str, divisor: float, why: str) -> Finding:
-    found, scores = _weights(effort, policy)
+def _divides_by(evidence: Evidence, policy: str, divisor: float, why: str) -> Finding:
+    found, scores = _weights(evidence, policy)
     apart = float(np.abs(found - softmax(scores / divisor)).max())
     other = float(np.abs(found - softmax(scores / (1.5 * divisor))).max())
     return Finding(
@@ -43,34 +43,28 @@ def _divides_by(effort: Effort, policy: str, divisor: float, why: str) -> Findin
 
 
 @claim("scale.none", "S0", "no scaling")
-def _none(effort: Effort) -> Finding:
-    return _divides_by(effort, "none", 1.0, "Policy `none`, at dₖ = 64.")
+def _none(evidence: Evidence) -> Finding:
+    return _divides_by(evidence, "none", 1.0, "Policy `none`, at dₖ = 64.")
 
 
 @claim("scale.sqrt", "all", "1/√dₖ, the default")
-def _sqrt(effort: Effort) -> Finding:
-    default, _ = _weights(effort, None)
-    named, _ = _weights(effort, "sqrt")
-    finding = _divides_by(effort, "sqrt", 8.0, "Policy `sqrt` at dₖ = 64, and what `scale=None` does, to the bit.")
+def _sqrt(evidence: Evidence) -> Finding:
+    default, _ = _weights(evidence, None)
+    named, _ = _weights(evidence, "sqrt")
+    finding = _divides_by(evidence, "sqrt", 8.0, "Policy `sqrt` at dₖ = 64, and what `scale=None` does, to the bit.")
     return finding if np.array_equal(default, named) else Finding("scale=None differs from sqrt", "wrong", finding.why)
 
 
 @claim("scale.inverse", "S1", "1/dₖ")
-def _inverse(effort: Effort) -> Finding:
-    return _divides_by(effort, "inverse", 64.0, "Policy `inverse`, at dₖ = 64.")
+def _inverse(evidence: Evidence) -> Finding:
+    return _divides_by(evidence, "inverse", 64.0, "Policy `inverse`, at dₖ = 64.")
 
 
 @claim("scale.fixed", "S0", "any constant divisor (2, 10, …)")
-def _fixed(effort: Effort) -> Finding:
-    findings = [_divides_by(effort, f"fixed:{c}", float(c), "Policy `fixed` knows nothing of dₖ.") for c in (2, 10)]
+def _fixed(evidence: Evidence) -> Finding:
+    findings = [_divides_by(evidence, f"fixed:{c}", float(c), "Policy `fixed` knows nothing of dₖ.") for c in (2, 10)]
     right = all(finding.verdict == "holds" for finding in findings)
     return Finding("; ".join(f.computed for f in findings), "holds" if right else "wrong", findings[0].why)
-
-
-def run_temperature_ablation(effort: Effort) -> Record:
-    """Train √dₖ beside a temperature learned per head and one learned from the query, all else equal."""
-    spec = AblationSpec(scales=("sqrt", "learned", "query"), seeds=effort.seeds, steps=effort.steps)
-    return ablate(spec, store=effort.store, workers=effort.workers, progress=effort.progress)
 
 
 @dataclass(frozen=True)
@@ -126,8 +120,8 @@ class _Trained:
         }
 
 
-def _train(effort: Effort, scale: str) -> _Trained:
-    tables = run_temperature_ablation(effort).tables
+def _train(evidence: Evidence, scale: str) -> _Trained:
+    tables = evidence.temperatures.tables
     require_runs(tables["summary"])
     learned = [run for run in tables["runs"] if run["scale"] == scale and "temperature" in run]
     if not learned:
@@ -147,15 +141,15 @@ _LEAST_CHANGE = 0.01
     "a temperature τ in place of √dₖ, fixed or learned; τ < √dₖ sharper, τ > √dₖ softer",
     trains=True,
 )
-def _temperature(effort: Effort) -> Finding:
-    q, k = np.random.default_rng(effort.seed).standard_normal((2, 256, 64))
+def _temperature(evidence: Evidence) -> Finding:
+    q, k = np.random.default_rng(evidence.seed).standard_normal((2, 256, 64))
     ratios = []
     for t in (0.5, 1.0, 2.0):
         statistics = attention(q, k, k, scale=scales.Temperature(t)).statistics
         assert statistics is not None
         ratios.append(float(statistics.entropy_ratio.mean()))
     ordered = ratios[0] < ratios[1] < ratios[2]
-    found = _train(effort, "learned")
+    found = _train(evidence, "learned")
     moved = all(np.abs(np.log(run["temperatures"])).max() > _LEAST_CHANGE for run in found.runs)
     by_layer = np.median([run["temperatures"] for run in found.runs], axis=0)
     verdict: Verdict = "holds" if found.decides and found.as_well and moved else "depends"
@@ -167,7 +161,7 @@ def _temperature(effort: Effort) -> Finding:
         f"entropy ratio at τ = ½, 1, 2 × √dₖ (dₖ 64, n 256): {ratios[0]:.3f}, {ratios[1]:.3f}, {ratios[2]:.3f}; "
         f"learned per head, {found.words}; τ/√dₖ ends at {', '.join(f'{t:.2f}' for t in by_layer)} (layers, medians)",
         verdict if ordered else "wrong",
-        why if found.decides else UNDECIDED.format(steps=effort.steps),
+        why if found.decides else UNDECIDED.format(steps=evidence.steps),
         {"entropy_ratio": ratios, **found.numbers},
     )
 
@@ -178,8 +172,8 @@ def _temperature(effort: Effort) -> Finding:
     "a temperature that depends on the query, learned, so that queries differ in sharpness",
     trains=True,
 )
-def _query(effort: Effort) -> Finding:
-    found = _train(effort, "query")
+def _query(evidence: Evidence) -> Finding:
+    found = _train(evidence, "query")
     spreads = [run["temperature_spread"] for run in found.runs]
     differ = min(spreads) > _LEAST_CHANGE
     verdict: Verdict = "holds" if found.decides and found.as_well and differ else "depends"
@@ -191,13 +185,13 @@ def _query(effort: Effort) -> Finding:
         f"{found.words}; ln τ over the queries of a head: standard deviation 0 at the start, "
         f"{min(spreads):.2g} to {max(spreads):.2g} after training",
         verdict,
-        why if found.decides else UNDECIDED.format(steps=effort.steps),
+        why if found.decides else UNDECIDED.format(steps=evidence.steps),
         found.numbers,
     )
 
 
 @claim("scale.models", "S3", "modern LLMs universally use √dₖ")
-def _models(effort: Effort) -> Finding:
+def _models(evidence: Evidence) -> Finding:
     rows = survey()
     plain = [item.model for item in rows if item.is_sqrt]
     others = [

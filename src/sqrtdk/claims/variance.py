@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sqrtdk import theory
-from sqrtdk.claims.claim import Effort, Finding, agree, claim, covers, estimate_variance, state
+from sqrtdk.claims.claim import Finding, agree, claim, covers, estimate_variance, state
+from sqrtdk.claims.evidence import Evidence
 from sqrtdk.exercises.sampling import estimate_mean
 from sqrtdk.exercises.variance_law import draw_dot_products
 
@@ -26,14 +27,14 @@ _DISTRIBUTIONS: dict[str, Callable[[np.random.Generator, int], Array]] = {
 _PAIRS = 20_000
 
 
-def _dot_products(effort: Effort, d_k: int) -> Array:
+def _dot_products(evidence: Evidence, d_k: int) -> Array:
     """The products that `sqrtdk variance` speaks of."""
-    return draw_dot_products(d_k, _PAIRS, effort.seed)
+    return draw_dot_products(d_k, _PAIRS, evidence.seed)
 
 
 @claim("var.product", "S0, S3", "independent X, Y with mean 0 and variance 1: Var(XY) = 1")
-def _product(effort: Effort) -> Finding:
-    rng = np.random.default_rng(effort.seed)
+def _product(evidence: Evidence) -> Finding:
+    rng = np.random.default_rng(evidence.seed)
     found = {
         name: estimate_variance(draw(rng, 1_000_000) * draw(rng, 1_000_000))
         for name, draw in _DISTRIBUTIONS.items()
@@ -42,7 +43,7 @@ def _product(effort: Effort) -> Finding:
     signs = estimate_variance(rng.choice([-1.0, 1.0], 1_000_000) * rng.choice([-1.0, 1.0], 1_000_000))
     fits = all(covers(estimate, 1.0) for estimate in found.values()) and abs(signs.value - 1) < 1e-3
     return Finding(
-        f"normal {state(found['normal'], n=1_000_000, seed=effort.seed)}; "
+        f"normal {state(found['normal'], n=1_000_000, seed=evidence.seed)}; "
         f"uniform {found['uniform'].value:.4f}; ±1 {signs.value:.4f}",
         "holds" if fits else "wrong",
         "E[X²Y²] = E[X²]·E[Y²] = 1 and E[XY] = 0 need independence and the moments only, not normality.",
@@ -51,15 +52,15 @@ def _product(effort: Effort) -> Finding:
 
 
 @claim("var.dot", "all", "Var(q·k) = dₖ exactly; std = √dₖ (dₖ = 64 → 8; dₖ = 512 → 22.63)")
-def _dot(effort: Effort) -> Finding:
-    found = {d: estimate_variance(_dot_products(effort, d)) for d in (4, 64, 512)}
+def _dot(evidence: Evidence) -> Finding:
+    found = {d: estimate_variance(_dot_products(evidence, d)) for d in (4, 64, 512)}
     law = {d: theory.dot_product_variance(d) for d in found}
     fits = all(covers(found[d], law[d]) for d in found)
     stds = agree([8, 22.63], [math.sqrt(law[64]), math.sqrt(law[512])], decimals=2)
     correlated = theory.dot_product_variance(64, correlation=1.0)
     return Finding(
         f"law: 64 → std {math.sqrt(law[64]):.0f}, 512 → {math.sqrt(law[512]):.2f}; sampled variance at "
-        f"64: {state(found[64], n=_PAIRS, seed=effort.seed)}, "
+        f"64: {state(found[64], n=_PAIRS, seed=evidence.seed)}, "
         f"at 512: {found[512].value:.1f} [{found[512].low:.1f}, {found[512].high:.1f}]",
         "holds" if fits and stds else "wrong",
         f"True for independent q and k of mean 0 and variance 1; fully correlated ones (q = k) would give "
@@ -77,8 +78,8 @@ def _dot(effort: Effort) -> Finding:
     "S0",
     "squaring the sum gives dₖ² terms: dₖ average 1, dₖ²−dₖ average 0 (3 → 9 = 3 + 6; 64 → 4096 = 64 + 4032)",
 )
-def _terms(effort: Effort) -> Finding:
-    rng = np.random.default_rng(effort.seed)
+def _terms(evidence: Evidence) -> Finding:
+    rng = np.random.default_rng(evidence.seed)
     counted = {}
     for d in (3, 64):
         pairs = [(i == j) for i, j in itertools.product(range(d), repeat=2)]
@@ -92,7 +93,8 @@ def _terms(effort: Effort) -> Finding:
     fits = covers(squares, 1.0) and abs(crosses) < 0.02
     return Finding(
         f"3 → {counted[3][0]} = {counted[3][1]} + {counted[3][2]}; 64 → {counted[64][0]} = {counted[64][1]} + "
-        f"{counted[64][2]}; squares average {state(squares, n=100_000, seed=effort.seed)}, cross terms {crosses:+.4f}",
+        f"{counted[64][2]}; squares average {state(squares, n=100_000, seed=evidence.seed)}, "
+        f"cross terms {crosses:+.4f}",
         "holds" if as_claimed and as_law and fits else "wrong",
         "Counted one by one; the averages are sampled at dₖ = 3.",
         {"counted": counted, "squares": squares.value, "crosses": crosses},
@@ -100,11 +102,11 @@ def _terms(effort: Effort) -> Finding:
 
 
 @claim("var.mean", "S0, S3", "E[q·k] = 0")
-def _mean(effort: Effort) -> Finding:
-    found = {d: estimate_mean(_dot_products(effort, d)) for d in (4, 64, 512)}
+def _mean(evidence: Evidence) -> Finding:
+    found = {d: estimate_mean(_dot_products(evidence, d)) for d in (4, 64, 512)}
     shifted = theory.dot_product_mean(64, mean_q=0.1, mean_k=0.1)
     return Finding(
-        f"sampled at dₖ = 64: {state(found[64], n=_PAIRS, seed=effort.seed)}; "
+        f"sampled at dₖ = 64: {state(found[64], n=_PAIRS, seed=evidence.seed)}; "
         f"at 512: {found[512].value:+.3f} [{found[512].low:.3f}, {found[512].high:.3f}]",
         "holds" if all(covers(estimate, 0.0) for estimate in found.values()) else "wrong",
         f"It needs a zero mean on at least one side: means of 0.1 on both give {shifted:.2f} at dₖ = 64.",
@@ -113,9 +115,9 @@ def _mean(effort: Effort) -> Finding:
 
 
 @claim("var.divide", "S0", "Var(x/c) = Var(x)/c²; [2,4,6] has 2.67, [1,2,3] has 0.67 = 2.67/4")
-def _divide(effort: Effort) -> Finding:
+def _divide(evidence: Evidence) -> Finding:
     before, after = float(np.var([2, 4, 6])), float(np.var([1, 2, 3]))
-    x = np.random.default_rng(effort.seed).standard_normal(1000)
+    x = np.random.default_rng(evidence.seed).standard_normal(1000)
     exact = all(
         math.isclose(np.var(x / c), theory.divided_variance(float(np.var(x)), c)) for c in (0.5, 2.0, 8.0, -3.0)
     )
@@ -129,8 +131,8 @@ def _divide(effort: Effort) -> Finding:
 
 
 @claim("var.root", "all", "dividing by √dₖ gives variance 1 at every dₖ; c² = dₖ is the only c that does")
-def _root(effort: Effort) -> Finding:
-    found = {d: estimate_variance(_dot_products(effort, d) / math.sqrt(d)) for d in (1, 4, 64, 512)}
+def _root(evidence: Evidence) -> Finding:
+    found = {d: estimate_variance(_dot_products(evidence, d) / math.sqrt(d)) for d in (1, 4, 64, 512)}
     # Var/c² falls strictly in c > 0, so there is one solution; find it without knowing the answer.
     solutions = {}
     for d in found:
@@ -145,7 +147,7 @@ def _root(effort: Effort) -> Finding:
         math.isclose(c * c, d, rel_tol=1e-9) for d, c in solutions.items()
     )
     return Finding(
-        f"sampled at dₖ = 512: {state(found[512], n=_PAIRS, seed=effort.seed)}; the divisor found by bisection: "
+        f"sampled at dₖ = 512: {state(found[512], n=_PAIRS, seed=evidence.seed)}; the divisor found by bisection: "
         + ", ".join(f"{d} → {c:.4f}" for d, c in solutions.items()),
         "holds" if fits else "wrong",
         "Var/c² = 1 has one positive solution, c = √dₖ (and its negative, which turns every score around).",
@@ -154,11 +156,11 @@ def _root(effort: Effort) -> Finding:
 
 
 @claim("var.inverse", "S1", "dividing by dₖ gives variance 1/dₖ")
-def _inverse(effort: Effort) -> Finding:
-    found = {d: estimate_variance(_dot_products(effort, d) / d) for d in (4, 64, 512)}
+def _inverse(evidence: Evidence) -> Finding:
+    found = {d: estimate_variance(_dot_products(evidence, d) / d) for d in (4, 64, 512)}
     fits = all(covers(e, 1 / d) and math.isclose(theory.divided_variance(d, d), 1 / d) for d, e in found.items())
     return Finding(
-        f"at dₖ = 64: {state(found[64], n=_PAIRS, seed=effort.seed)} against {1 / 64:.5f}; "
+        f"at dₖ = 64: {state(found[64], n=_PAIRS, seed=evidence.seed)} against {1 / 64:.5f}; "
         f"at 512: {found[512].value:.6f} against {1 / 512:.6f}",
         "holds" if fits else "wrong",
         "dₖ/dₖ² = 1/dₖ.",
@@ -167,9 +169,9 @@ def _inverse(effort: Effort) -> Finding:
 
 
 @claim("var.init", "S2", "weights are typically initialised with unit variance")
-def _init(effort: Effort) -> Finding:
+def _init(evidence: Evidence) -> Finding:
     d_model, d_k = 512, 64
-    rng = np.random.default_rng(effort.seed)
+    rng = np.random.default_rng(evidence.seed)
     x = rng.standard_normal((2, 400, d_model))
     sampled = {}
     for name in theory.initialisations():
@@ -184,7 +186,7 @@ def _init(effort: Effort) -> Finding:
     larger = [name for name, (law, _) in sampled.items() if law > 1.01 * d_k]
     listed = ", ".join(f"{name} {law:.3g} (sampled {measured:.3g})" for name, (law, measured) in sampled.items())
     return Finding(
-        f"Var(q·k) at d_model {d_model}, dₖ {d_k}, {d_model // d_k} heads (seed {effort.seed}): {listed}",
+        f"Var(q·k) at d_model {d_model}, dₖ {d_k}, {d_model // d_k} heads (seed {evidence.seed}): {listed}",
         "depends" if as_law and unit and smaller and larger else "wrong",
         f"q·k gets the variance dₖ from {', '.join(unit)}; {', '.join(smaller)} start smaller, "
         f"{', '.join(larger)} larger. "

@@ -1,19 +1,23 @@
 """Experiments: a spec becomes runs, runs become a record. torch loads only where something is trained."""
 
 from sqrtdk.lab.ablation import ablate
+from sqrtdk.lab.laboratory import Executor, Lab
+from sqrtdk.lab.processes import Processes
 from sqrtdk.lab.spec import INITS, AblationSpec, RunSpec
 from sqrtdk.lab.store import RunRecord, Store
 from sqrtdk.lab.swap import swap_scale
-from sqrtdk.lab.sweep import Progress, run_all
+from sqrtdk.lab.sweep import Progress
 
 __all__ = [
     "INITS",
     "AblationSpec",
+    "Executor",
+    "Lab",
+    "Processes",
     "Progress",
     "RunRecord",
     "RunSpec",
     "Store",
     "ablate",
-    "run_all",
     "swap_scale",
 ]

@@ -3,56 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from sqrtdk.lab.laboratory import Lab
 from sqrtdk.lab.outcomes import choose_best, compare, summarise
 from sqrtdk.lab.spec import AblationSpec
-from sqrtdk.lab.store import RunRecord, Store
-from sqrtdk.lab.sweep import ProgressCallback, run_all
+from sqrtdk.lab.store import RunRecord
 from sqrtdk.lab.tasks import Task, get
 from sqrtdk.records import Record, counted
 
 _CURVE_COLUMNS = ("scale", "seed", "init", "lr", "d_k")
 
 
-def ablate(
-    spec: AblationSpec,
-    *,
-    store: Path | None = None,
-    workers: int | None = None,
-    progress: ProgressCallback | None = None,
-) -> Record:
-    """Train the whole grid, or what the store lacks of it, and say what it shows.
+def ablate(spec: AblationSpec, lab: Lab | None = None) -> Record:
+    """Train the whole grid, or what the lab's store lacks of it, and say what it shows.
 
     Args:
         spec: the grid.
-        store: SQLite file that keeps every finished run, so that a sweep broken off goes on where it was; None keeps
-            nothing.
-        workers: processes, one thread each; None: one per core. With 1 everything runs in this process.
-        progress: called with a `Progress` several times a second.
+        lab: where it is trained and kept; None: one for this call alone.
 
     Returns:
         A record of kind ``"ablation"`` with the tables `runs`, `summary`, `best` and `comparisons` and the curves
         `runs`, one set per run.
 
     Example:
-        ``ablate(AblationSpec(scales=("none", "sqrt"), seeds=3), workers=1).tables["summary"]``
+        ``ablate(AblationSpec(scales=("none", "sqrt"), seeds=3)).tables["summary"]``
     """
-    with Store(store) as opened:
-        records = run_all(spec.runs(), opened, workers=workers, progress=progress)
+    if lab is None:
+        with Lab() as own:
+            return ablate(spec, own)
+    records = lab.run(spec.runs())
     runs = [dict(record.row) for record in records]
     summary = summarise(runs)
     best = choose_best(summary)
     comparisons = compare(runs, best)
     task = get(spec.task, spec.task_parameters)
-    return Record(
-        kind="ablation",
-        spec=spec.as_dict(),
-        tables={"runs": runs, "summary": summary, "best": best, "comparisons": comparisons},
-        curves={"runs": curves_of(records)},
-        reading=_read(task, best, comparisons),
-        headline=_headline(task, best),
+    return lab.keep(
+        Record(
+            kind="ablation",
+            spec=spec.as_dict(),
+            tables={"runs": runs, "summary": summary, "best": best, "comparisons": comparisons},
+            curves={"runs": curves_of(records)},
+            reading=_read(task, best, comparisons),
+            headline=_headline(task, best),
+        )
     )
 
 

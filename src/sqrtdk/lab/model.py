@@ -81,7 +81,8 @@ class _Block(nn.Module):
         normed = _normalise(x)
         q, k, v = (self._split(normed @ weight.T) for weight in (self.w_q, self.w_k, self.w_v))
         used = scale if isinstance(scale, Policy) else cast(LearnableScale, self.learnable[scale])
-        mixed, rows, _ = attention(q, k, v, scale=used, causal=True, statistics=statistics)
+        output, rows, _ = attention(q, k, v, scale=used, causal=True, statistics=statistics)
+        mixed = cast(Tensor, output)
         x = x + mixed.transpose(1, 2).reshape(x.shape) @ self.w_o.T
         if self.w_in is not None and self.w_out is not None:
             x = x + functional.gelu(_normalise(x) @ self.w_in.T) @ self.w_out.T

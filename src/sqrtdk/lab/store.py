@@ -1,4 +1,4 @@
-"""The store of finished runs: one SQLite file in write-ahead mode that survives a kill and serves several sweeps."""
+"""The store of finished runs and records: one SQLite file, written ahead: survives a kill, serves several sweeps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from sqrtdk.errors import InvalidValueError, SqrtdkError
 from sqrtdk.lab.spec import RunSpec
-from sqrtdk.records import versions
+from sqrtdk.records import Record, spec_hash, versions
 
 STORE_VERSION = 1
 CURVES = (
@@ -30,7 +30,8 @@ CURVES = (
 
 _APPLICATION_ID = 0x73716474  # "sqdt": marks the file as ours
 _BUSY_SECONDS = 60.0
-_CREATE = """
+_CREATE = (
+    """
 CREATE TABLE IF NOT EXISTS runs (
     key TEXT PRIMARY KEY,
     status TEXT NOT NULL,
@@ -40,7 +41,18 @@ CREATE TABLE IF NOT EXISTS runs (
     versions TEXT NOT NULL,
     finished REAL NOT NULL
 )
-"""
+""",
+    # Files made before there were records get the table when they are next opened.
+    """
+CREATE TABLE IF NOT EXISTS records (
+    kind TEXT NOT NULL,
+    spec_hash TEXT NOT NULL,
+    content TEXT NOT NULL,
+    finished REAL NOT NULL,
+    PRIMARY KEY (kind, spec_hash)
+)
+""",
+)
 
 
 @dataclass(frozen=True)
@@ -75,7 +87,7 @@ def record_failure(spec: RunSpec, message: str) -> RunRecord:
 
 
 class Store:
-    """Finished runs by their spec's hash; each is committed as it is put.
+    """Finished runs by their spec's hash, and finished records by kind and spec; each is committed as it is put.
 
     Args:
         path: the SQLite file, made if it is not there; None keeps the runs in memory.
@@ -101,10 +113,10 @@ class Store:
     def get(self, spec: RunSpec) -> RunRecord | None:
         """The finished run of this spec; None if there is none or it failed, as a failure deserves another try."""
         with _in_words(self._path):
-            found = self._connection.execute(
+            stored = self._connection.execute(
                 "SELECT row, curves FROM runs WHERE key = ? AND status != 'failed'", (spec.key,)
             ).fetchone()
-            return None if found is None else RunRecord(json.loads(found[0]), json.loads(found[1]))
+            return None if stored is None else RunRecord(json.loads(stored[0]), json.loads(stored[1]))
 
     def put(self, spec: RunSpec, record: RunRecord) -> None:
         """Keep a run; committed when this returns."""
@@ -119,6 +131,26 @@ class Store:
         )
         with _in_words(self._path):
             self._connection.execute("INSERT OR REPLACE INTO runs VALUES (?, ?, ?, ?, ?, ?, ?)", values)
+
+    def put_record(self, record: Record) -> None:
+        """Keep a finished record in place of one of the same kind and spec; committed when this returns."""
+        values = (record.kind, spec_hash(record.spec), json.dumps(record.as_json()), time.time())
+        with _in_words(self._path):
+            self._connection.execute("INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?)", values)
+
+    def records(self, kind: str | None = None) -> list[Record]:
+        """The finished records, of one kind or all, the latest last: to draw or print again without computing.
+
+        >>> with Store(None) as store:
+        ...     store.put_record(Record("variance", {"seed": 0}, {"variance": []}))
+        ...     [record.kind for record in store.records()], store.records("swap")
+        (['variance'], [])
+        """
+        with _in_words(self._path):
+            rows = self._connection.execute(
+                "SELECT content FROM records WHERE ?1 IS NULL OR kind = ?1 ORDER BY finished, rowid", (kind,)
+            ).fetchall()
+            return [Record.from_json(json.loads(content)) for (content,) in rows]
 
     def __len__(self) -> int:
         with _in_words(self._path):
@@ -201,7 +233,8 @@ def _connect(path: Path | None) -> sqlite3.Connection:
         _enter_write_ahead_mode(connection)
         # The write lock comes first: of two sweeps that begin together one makes the table, the other finds it.
         connection.execute("BEGIN IMMEDIATE")
-        connection.execute(_CREATE)
+        for statement in _CREATE:
+            connection.execute(statement)
         connection.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
         connection.execute(f"PRAGMA user_version = {STORE_VERSION}")
         connection.execute("COMMIT")

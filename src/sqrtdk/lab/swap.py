@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from sqrtdk.lab.ablation import curves_of, show_loss
+from sqrtdk.lab.laboratory import Lab
 from sqrtdk.lab.outcomes import Quartiles, finite, or_infinite, quartiles
 from sqrtdk.lab.spec import RunSpec, list_seeds
-from sqrtdk.lab.store import RunRecord, Store
-from sqrtdk.lab.sweep import ProgressCallback, run_all
+from sqrtdk.lab.store import RunRecord
 from sqrtdk.lab.tasks import Task
 from sqrtdk.records import Record, counted
 
@@ -33,9 +32,7 @@ def swap_scale(
     scale: str = "none",
     start_steps: int = 600,
     steps: int = 600,
-    store: Path | None = None,
-    workers: int | None = None,
-    progress: ProgressCallback | None = None,
+    lab: Lab | None = None,
 ) -> Record:
     """Train with one scale, swap to another, go on; and train with the other from a random start.
 
@@ -49,14 +46,23 @@ def swap_scale(
         scale: the policy after the swap, and of the runs from a random start.
         start_steps: updates before the swap.
         steps: updates after it, and from the random start.
-        store: as in `ablate`.
-        workers: as in `ablate`.
-        progress: as in `ablate`.
+        lab: as in `ablate`.
 
     Returns:
         A record of kind ``"swap"``: the table `swap` has one row per seed with the held-out loss and accuracy of the
         stages `trained`, `swapped`, `continued` and `scratch`; `summary` one row per stage.
     """
+    if lab is None:
+        with Lab() as own:
+            return swap_scale(
+                run,
+                seeds=seeds,
+                start_scale=start_scale,
+                scale=scale,
+                start_steps=start_steps,
+                steps=steps,
+                lab=own,
+            )
     base = RunSpec() if run is None else run
     chosen = list_seeds(seeds)
     swapped = [
@@ -64,20 +70,21 @@ def swap_scale(
         for seed in chosen
     ]
     scratch = [replace(spec, start_scale=None, start_steps=0) for spec in swapped]
-    with Store(store) as opened:
-        records = run_all([*swapped, *scratch], opened, workers=workers, progress=progress)
+    records = lab.run([*swapped, *scratch])
     rows = [_row(*pair) for pair in zip(records[: len(chosen)], records[len(chosen) :], strict=True)]
     task = swapped[0].make_task()
     words = {stage: text.format(start=start_scale, scale=scale) for stage, text in _STAGE_WORDS.items()}
     summary = [_summarise_stage(stage, words[stage], rows, task) for stage in _STAGES]
     asked = {name: value for name, value in swapped[0].as_dict().items() if name != "seed"}
-    return Record(
-        kind="swap",
-        spec={**asked, "seeds": chosen},
-        tables={"swap": rows, "summary": summary},
-        curves={"runs": curves_of(records[: len(chosen)]), "scratch": curves_of(records[len(chosen) :])},
-        reading=_read(task, summary, rows),
-        headline=_headline(summary),
+    return lab.keep(
+        Record(
+            kind="swap",
+            spec={**asked, "seeds": chosen},
+            tables={"swap": rows, "summary": summary},
+            curves={"runs": curves_of(records[: len(chosen)]), "scratch": curves_of(records[len(chosen) :])},
+            reading=_read(task, summary, rows),
+            headline=_headline(summary),
+        )
     )
 
 

@@ -1,7 +1,7 @@
 """Figures and pages from records: PNG, SVG and self-contained HTML. Knows neither torch nor the lab."""
 
-from sqrtdk.report.figures import figure_for, figure_kinds
 from sqrtdk.report.files import require_drawable, require_page, save_figure
+from sqrtdk.report.kinds import figure_for, figure_kinds
 from sqrtdk.report.page import render_report, write_report
 
 __all__ = [

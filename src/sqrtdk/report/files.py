@@ -11,7 +11,7 @@ from sqrtdk.errors import InvalidValueError, missing_extra
 from sqrtdk.records import Record
 from sqrtdk.report import matplotlib_renderer, plotly_renderer
 from sqrtdk.report.figure import Figure
-from sqrtdk.report.figures import figure_for
+from sqrtdk.report.kinds import figure_for
 from sqrtdk.report.shell import wrap_page
 
 FORMATS = (".png", ".svg", ".html")

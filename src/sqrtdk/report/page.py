@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import NamedTuple
 
 from sqrtdk.errors import InvalidTypeError, InvalidValueError
-from sqrtdk.records import Record, cpu_name, spec_hash, versions
-from sqrtdk.report.figures import figure_for
+from sqrtdk.records import Record, spec_hash
 from sqrtdk.report.files import write_whole
+from sqrtdk.report.kinds import CLAIM_COLUMNS, KINDS, figure_for, kind_of, topic_of
 from sqrtdk.report.palette import VERDICT_COLOURS, VERDICT_MARKS
 from sqrtdk.report.plotly_renderer import render_fragment
 from sqrtdk.report.shell import wrap_page
@@ -21,86 +20,6 @@ from sqrtdk.report.table import format_cell, render_table, render_text
 # Longer tables are folded away, so that the page reads as a text.
 _LONGEST_OPEN_TABLE = 12
 _MOST_OPEN_SENTENCES = 8
-_CLAIM_COLUMNS = ("id", "source", "claimed", "computed", "verdict", "why")
-
-
-class _Section(NamedTuple):
-    """How a kind of record is introduced; the order of the dictionary below is the order of the page."""
-
-    title: str
-    asks: str
-    command: str | None
-
-
-_SECTIONS = {
-    "claims": _Section(
-        "What the texts claim",
-        "Each sentence of four texts on the scale of attention, computed: does it hold, is it wrong, or does it "
-        "depend?",
-        "sqrtdk claims",
-    ),
-    "explain": _Section(
-        "What the scale does",
-        "What do no scaling, 1/√dₖ and 1/dₖ do to attention of one size, and does theory predict it?",
-        "sqrtdk explain",
-    ),
-    "variance": _Section(
-        "Exercise 1: how far scores spread",
-        "What is the standard deviation of unscaled scores, and what is left of it after dividing by √dₖ or by dₖ?",
-        "sqrtdk variance",
-    ),
-    "saturation": _Section(
-        "Exercise 2: where softmax saturates",
-        "softmax([x, 0, 0, 0]) for growing x: from which x on does it saturate, and in which sense?",
-        "sqrtdk saturation",
-    ),
-    "ablation": _Section(
-        "Exercise 3: training with and without the scale",
-        "Does a model learn without the scale? And is a failure due to the scale, or only to the initialisation or "
-        "the learning rate?",
-        "sqrtdk ablate",
-    ),
-    "learned": _Section(
-        "Temperatures that learn",
-        "Where does a temperature go that is learned with the weights, do queries come to differ, and does it help?",
-        "sqrtdk ablate --scale sqrt,learned,query",
-    ),
-    "swap": _Section(
-        "Changing the scale of a trained model",
-        "Is the scale critical only at random initialisation, or in a trained model as well?",
-        None,
-    ),
-    "temperature": _Section(
-        "Exercise 4: temperatures around √dₖ",
-        "How do attention patterns differ at τ = ½·√dₖ, √dₖ and 2·√dₖ?",
-        "sqrtdk temperature",
-    ),
-    "gradients": _Section(
-        "Exercise 5: what gradients do",
-        "How does ∂softmax/∂input look for uniform and for peaked rows, and do gradients vanish without the scale?",
-        "sqrtdk gradients",
-    ),
-    "bench": _Section(
-        "How fast it is",
-        "How long does attention take beside its peers, at which error, with how much memory, and what do statistics "
-        "cost?",
-        "sqrtdk bench",
-    ),
-}
-
-_TABLE_TITLES = {
-    "side_by_side": "Side by side: measured, and predicted inside or outside the 95% interval of the measurement",
-    "explain": "Every number with its interval",
-    "points": "Points of saturation",
-    "sweep": "The sweep",
-    "jacobians": "Jacobians of four rows",
-    "vanish": "Gradients over dₖ and n",
-    "runs": "Every run",
-    "summary": "Summary over seeds",
-    "best": "Control: each policy at its own best learning rate",
-    "comparisons": "Paired comparisons, seed by seed",
-    "swap": "Every seed",
-}
 
 
 def write_report(
@@ -138,27 +57,21 @@ def _name_records(records: Mapping[str, Record] | Sequence[Record]) -> dict[str,
     else:
         pairs = []
         for record in records:
-            topic = _topic(record) if isinstance(record, Record) else ""
-            taken = sum(_topic(other) == topic for _, other in pairs)
+            topic = topic_of(record) if isinstance(record, Record) else ""
+            taken = sum(topic_of(other) == topic for _, other in pairs)
             pairs.append((topic if not taken else f"{topic}-{taken + 1}", record))
     if not pairs:
         raise InvalidValueError("records must hold at least one record, got none")
     for name, record in pairs:
         if not isinstance(record, Record):
             raise InvalidTypeError(f"records must hold Record objects, got {type(record).__name__} for {name!r}")
-    order = {topic: place for place, topic in enumerate(_SECTIONS)}
-    return dict(sorted(pairs, key=lambda pair: order.get(_topic(pair[1]), len(order))))
-
-
-def _topic(record: Record) -> str:
-    """The section that a record belongs to: its kind, or "learned" for an ablation of scales that learn."""
-    learns = record.kind == "ablation" and any(row.get("temperature_by_layer") for row in record.tables["best"])
-    return "learned" if learns else record.kind
+    order = {topic: place for place, topic in enumerate(KINDS)}
+    return dict(sorted(pairs, key=lambda pair: order.get(topic_of(pair[1]), len(order))))
 
 
 def _heading(name: str, record: Record) -> str:
-    topic = _topic(record)
-    section = _SECTIONS.get(topic)
+    topic = topic_of(record)
+    section = KINDS[topic].section if topic in KINDS else None
     title = section.title if section is not None else topic
     if name == topic:
         return title
@@ -197,7 +110,8 @@ _VERDICT_WORDS = {"holds": "hold", "wrong": "are wrong", "depends": "depend"}
 
 def _render_section(name: str, record: Record) -> str:
     figure = render_fragment(figure_for(record), f"figure-{name}")
-    section = _SECTIONS[_topic(record)]
+    section = kind_of(record).section
+    assert section is not None, "what has a figure has a section"
     command = f' <code class="command">{escape(section.command)}</code>' if section.command is not None else ""
     intro = f'<h2>{escape(_heading(name, record))}</h2><p class="asks">{escape(section.asks)}{command}</p>'
     # Folded tables come after the open ones.
@@ -220,17 +134,17 @@ def _render_named_table(record: Record, name: str) -> str:
     if not rows:
         return ""
     if record.kind == "claims":
-        shown = [{name: row.get(name) for name in _CLAIM_COLUMNS} for row in rows]
+        shown = [{name: row.get(name) for name in CLAIM_COLUMNS} for row in rows]
         return _render_filter(record) + render_table(shown, classes="claims")
     table = render_table(rows)
-    title = _TABLE_TITLES.get(name, "The numbers" if name == record.kind else name.replace("_", " "))
+    title = kind_of(record).titles.get(name, "The numbers" if name == record.kind else name.replace("_", " "))
     if _is_folded(record, name):
         return f"<details><summary>{escape(title)} ({len(rows)} rows)</summary>{table}</details>"
     return f"<h3>{escape(title)}</h3>{table}"
 
 
 def _is_folded(record: Record, name: str) -> bool:
-    return name in ("runs", "swap") or len(record.tables[name]) > _LONGEST_OPEN_TABLE
+    return name in kind_of(record).folded or len(record.tables[name]) > _LONGEST_OPEN_TABLE
 
 
 def _render_filter(record: Record) -> str:
@@ -244,22 +158,30 @@ def _render_filter(record: Record) -> str:
 
 
 def _render_making(records: Mapping[str, Record], command: str) -> str:
-    made = ", ".join(f"{package} {version}" for package, version in versions().items())
+    # Records read from a store may come from other versions and machines than the rest.
+    made = _list_once(
+        ", ".join(f"{package} {version}" for package, version in record.versions.items()) for record in records.values()
+    )
+    cpus = _list_once(record.cpu for record in records.values())
     rows = [
         {
             "record": name,
             "seed": _name_seeds(record),
             "spec hash": spec_hash(record.spec),
-            "specification": json.dumps(record.as_json()["spec"], ensure_ascii=False),
+            "specification": json.dumps(record.spec, ensure_ascii=False),
         }
         for name, record in records.items()
     ]
     return (
         '<section id="making"><h2>How it was made</h2>'
-        f"<p>Command: <code>{escape(command)}</code><br>Versions: {escape(made)}<br>Processor: {escape(cpu_name())}</p>"
+        f"<p>Command: <code>{escape(command)}</code><br>Versions: {escape(made)}<br>Processor: {escape(cpus)}</p>"
         "<p>Equal specifications have equal hashes and, on the same versions and processor, give equal numbers.</p>"
         f"{render_table(rows)}</section>"
     )
+
+
+def _list_once(texts: Iterable[str]) -> str:
+    return "; ".join(dict.fromkeys(texts))
 
 
 def _name_seeds(record: Record) -> str:

@@ -1,12 +1,8 @@
-"""Which figure shows which record: one definition per kind, looked up by the record's kind."""
+"""The figure of checked claims."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from sqrtdk.errors import unknown_name
 from sqrtdk.records import Record, counted
-from sqrtdk.report import bench_figures, exercise_figures, gradient_figures, learning_figures
 from sqrtdk.report.figure import Axis, Figure, Panel, Points, numbers
 from sqrtdk.report.palette import NEUTRAL, VERDICT_COLOURS, VERDICT_SYMBOLS
 
@@ -14,31 +10,8 @@ _VERDICT_WORDS = {"holds": "as the texts say", "wrong": "wrong", "depends": "dep
 _AREAS = {"op": "operation", "var": "variance", "soft": "softmax", "grad": "gradients", "scale": "policies"}
 
 
-def figure_for(record: Record) -> Figure:
-    """The figure that shows a record.
-
-    Raises:
-        InvalidValueError: no figure is defined for the record's kind; the message lists the known kinds.
-
-    >>> from sqrtdk.exercises import saturation
-    >>> [panel.title for panel in figure_for(saturation()).panels][0]
-    'Weights'
-    """
-    if record.kind not in _FIGURES:
-        raise unknown_name("record kind", record.kind, list(_FIGURES))
-    return _FIGURES[record.kind](record)
-
-
-def figure_kinds() -> list[str]:
-    """The kinds of records that have a figure.
-
-    >>> "variance" in figure_kinds()
-    True
-    """
-    return list(_FIGURES)
-
-
-def _show_claims(record: Record) -> Figure:
+def show_claims(record: Record) -> Figure:
+    """Every claim as a mark of its verdict, a line for each area."""
     rows = record.tables["claims"]
     areas = list(dict.fromkeys(row["id"].partition(".")[0] for row in rows))
     places: dict[str, list[tuple[float, float, str]]] = {}
@@ -82,16 +55,3 @@ def _show_claims(record: Record) -> Figure:
         columns=1,
         panel_height=36 + 52 * len(areas),
     )
-
-
-_FIGURES: dict[str, Callable[[Record], Figure]] = {
-    "claims": _show_claims,
-    "variance": exercise_figures.show_variance,
-    "saturation": exercise_figures.show_saturation,
-    "temperature": exercise_figures.show_temperature,
-    "gradients": gradient_figures.show_gradients,
-    "explain": gradient_figures.show_explanation,
-    "ablation": learning_figures.show_ablation,
-    "swap": learning_figures.show_swap,
-    "bench": bench_figures.show_bench,
-}

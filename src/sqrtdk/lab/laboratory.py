@@ -1,0 +1,82 @@
+"""Where experiments are made: a store of what is finished, an executor that trains, and who is told how far it is."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+from sqrtdk.errors import missing_extra
+from sqrtdk.lab.processes import Processes
+from sqrtdk.lab.spec import RunSpec
+from sqrtdk.lab.store import RunRecord, Store
+from sqrtdk.lab.sweep import ProgressCallback, Sweep
+from sqrtdk.records import Record
+
+
+class Executor(Protocol):
+    """Who trains: takes run after run from a sweep (`take`), tells its steps (`advance`), hands it in (`finish`)."""
+
+    def execute(self, sweep: Sweep) -> None:
+        """Train until nothing is pending."""
+
+
+class Lab:
+    """A place for experiments: what the store has is reused, the rest is trained by the executor.
+
+    Args:
+        store: SQLite file that keeps every finished run and record, so that a sweep broken off goes on where it was;
+            None keeps them as long as the lab is there.
+        executor: who trains; None: `Processes()`, one per CPU.
+        progress: called in the calling process with a `Progress` at the start, several times a second and at the end.
+
+    Raises:
+        InvalidValueError, SqrtdkError: the store cannot be used, see `Store`.
+
+    >>> with Lab() as lab:
+    ...     len(lab.store)
+    0
+    """
+
+    def __init__(
+        self,
+        store: Path | None = None,
+        executor: Executor | None = None,
+        progress: ProgressCallback | None = None,
+    ) -> None:
+        self.executor: Executor = Processes() if executor is None else executor
+        self.progress = progress
+        self.store = Store(store)
+
+    def run(self, specs: Sequence[RunSpec]) -> list[RunRecord]:
+        """Train what the store does not have; one record per spec, in the order of the specs; equal ones once.
+
+        Raises:
+            MissingExtraError: there is something to train and torch is not installed.
+            SqrtdkError: the worker processes cannot start.
+        """
+        sweep = Sweep(specs, self.store, self.progress)
+        if sweep.pending and importlib.util.find_spec("torch") is None:
+            raise missing_extra("torch", "torch")
+        sweep.tell()
+        self.executor.execute(sweep)
+        return [sweep.records[spec.key] for spec in specs]
+
+    def keep(self, record: Record) -> Record:
+        """Put a finished record into the store, in place of one of the same kind and spec, and give it back."""
+        self.store.put_record(record)
+        return record
+
+    def close(self) -> None:
+        """Close the store."""
+        self.store.close()
+
+    def __enter__(self) -> Lab:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
