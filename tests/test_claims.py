@@ -9,9 +9,9 @@ import sqrtdk
 from sqrtdk import exercises, theory
 from sqrtdk.claims import Evidence, check_claims, list_claims
 from sqrtdk.claims.claim import SOURCES, agree, covers, estimate_variance, row
-from sqrtdk.claims.models import PUBLISHED, measure_scale, survey
+from sqrtdk.claims.published_models import PUBLISHED, measure_scale, survey
 from sqrtdk.errors import SqrtdkError
-from sqrtdk.exercises.sampling import Estimate
+from sqrtdk.exercises.gaussian_rows import Estimate
 from sqrtdk.lab import Lab, Processes
 
 # The ids of the texts, group by group; a claim that is missing here or there is a claim that nobody checks.

@@ -11,7 +11,7 @@ import pytest
 import typer
 
 from sqrtdk.claims import list_claims
-from sqrtdk.claims.models import PUBLISHED
+from sqrtdk.claims.published_models import PUBLISHED
 from sqrtdk.cli import app
 from sqrtdk.exercises import gradients
 

@@ -10,8 +10,8 @@ import pytest
 
 from sqrtdk import attention_gradients, exercises
 from sqrtdk.errors import InvalidTypeError, InvalidValueError, SqrtdkError
-from sqrtdk.exercises.sampling import draw_attention, estimate_mean, sample_rows
-from sqrtdk.exercises.variance_law import estimate_std
+from sqrtdk.exercises.gaussian_rows import draw_attention, estimate_mean, sample_rows
+from sqrtdk.exercises.variance import draw_dot_products, estimate_std
 
 ALL = (
     exercises.variance,
@@ -91,10 +91,9 @@ def test_variance_of_one_size_does_not_depend_on_the_others():
 
 
 def test_variance_blocks_use_every_sample(monkeypatch):
-    from sqrtdk.exercises import variance_law
-
-    monkeypatch.setattr(variance_law, "_BLOCK", 64 * 7)
-    dots = variance_law.draw_dot_products(64, 100, 0)
+    # The name in the package is the function.
+    monkeypatch.setattr(sys.modules["sqrtdk.exercises.variance"], "_BLOCK", 64 * 7)
+    dots = draw_dot_products(64, 100, 0)
     assert dots.shape == (100,)
     assert len(np.unique(dots)) == 100
 

@@ -7,7 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 
 # Importing a module enters its claims; the order is the order of the texts.
-from sqrtdk.claims import gradients, learning, operation, saturation, scaling, variance  # noqa: F401
+from sqrtdk.claims import (  # noqa: F401
+    gradient_claims,
+    learning_claims,
+    operation_claims,
+    policy_claims,
+    softmax_claims,
+    variance_claims,
+)
 from sqrtdk.claims.claim import CLAIMS, SOURCES, Claim, Finding
 from sqrtdk.claims.evidence import Evidence
 from sqrtdk.errors import InvalidValueError, MissingExtraError, missing_extra, unknown_name

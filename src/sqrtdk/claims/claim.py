@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sqrtdk.claims.evidence import Evidence
-from sqrtdk.exercises.sampling import Estimate, estimate_mean
+from sqrtdk.exercises.gaussian_rows import Estimate, estimate_mean
 
 Verdict = Literal["holds", "wrong", "depends"]
 

@@ -213,20 +213,20 @@ def _summarise_learned(rows: Sequence[RunRow]) -> dict[str, Any]:
     Medians over the seeds of each layer's mean and of the run's, least and largest head of all runs, and the median
     spread of ln τ over queries.
     """
-    found = [row for row in rows if "temperature" in row]
-    if not found:
+    learned = [row for row in rows if "temperature" in row]
+    if not learned:
         names = ("temperature_by_layer", "temperature_median", "temperature_range", "temperature_spread_median")
         return dict.fromkeys(names)
     # Temperatures multiply: the mean of a layer's heads is the geometric one, as that of a whole run is.
-    by_layer = [np.log(row["temperatures"]).reshape(row["layers"], -1).mean(axis=1) for row in found]
+    by_layer = [np.log(row["temperatures"]).reshape(row["layers"], -1).mean(axis=1) for row in learned]
     return {
         "temperature_by_layer": np.exp(np.median(by_layer, axis=0)).tolist(),
-        "temperature_median": quartiles([row["temperature"] for row in found]).median,
+        "temperature_median": quartiles([row["temperature"] for row in learned]).median,
         "temperature_range": [
-            min(row["temperature_least"] for row in found),
-            max(row["temperature_largest"] for row in found),
+            min(row["temperature_least"] for row in learned),
+            max(row["temperature_largest"] for row in learned),
         ],
-        "temperature_spread_median": quartiles([row["temperature_spread"] for row in found]).median,
+        "temperature_spread_median": quartiles([row["temperature_spread"] for row in learned]).median,
     }
 
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sqrtdk.lab.model import SeenAttention, Transformer, describe_attention, describe_temperature
 from sqrtdk.lab.spec import RunSpec
 from sqrtdk.lab.store import CURVES, RunRecord, identify_run
 from sqrtdk.lab.tasks import Batch
+from sqrtdk.lab.transformer import SeenAttention, Transformer, describe_attention, describe_temperature
 from sqrtdk.scales import LEARNABLE
 
 _DATA_STREAM = 0

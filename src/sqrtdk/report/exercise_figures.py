@@ -74,11 +74,11 @@ def show_variance(record: Record) -> Figure:
 
 
 def _state_spread(rows: Sequence[Row]) -> str:
-    found = {
+    by_policy = {
         policy: sorted((row["d_k"], row["measured"]) for row in rows if row["scale"] == policy) for policy in _POLICIES
     }
-    (low_size, low), (high_size, high) = found["none"][0], found["none"][-1]
-    root = [measured for _, measured in found["sqrt"]]
+    (low_size, low), (high_size, high) = by_policy["none"][0], by_policy["none"][-1]
+    root = [measured for _, measured in by_policy["sqrt"]]
     if low_size == high_size:
         return f"Scores at dₖ = {low_size} have standard deviation {low:.3g}, divided by √dₖ {root[0]:.2f}"
     return (
@@ -134,22 +134,22 @@ def show_saturation(record: Record) -> Figure:
         ),
         marks,
     )
-    found = record.tables["points"]
+    solutions = record.tables["points"]
     points = Panel(
         "Where it saturates, by definition",
-        Axis("x", low=0.0, high=1.1 * max(row["x"] for row in found)),
+        Axis("x", low=0.0, high=1.1 * max(row["x"] for row in solutions)),
         Axis(
-            ticks=tuple((float(index), _short_definition(index)) for index in range(len(found))),
-            low=len(found) - 0.5,
+            ticks=tuple((float(index), _short_definition(index)) for index in range(len(solutions))),
+            low=len(solutions) - 0.5,
             high=-0.5,
         ),
         (
             Points(
-                numbers(row["x"] for row in found),
-                numbers(range(len(found))),
+                numbers(row["x"] for row in solutions),
+                numbers(range(len(solutions))),
                 NEUTRAL,
                 size=8,
-                text=tuple(f"{row['definition']}: x = {row['x']:.3f}" for row in found),
+                text=tuple(f"{row['definition']}: x = {row['x']:.3f}" for row in solutions),
             ),
             Points(
                 (main["x"],),
@@ -161,8 +161,8 @@ def show_saturation(record: Record) -> Figure:
             ),
         ),
         notes=tuple(
-            Note(row["x"], float(index), f"{row['x']:.2f}", "right" if row["x"] < 0.8 * found[-1]["x"] else "left")
-            for index, row in enumerate(found)
+            Note(row["x"], float(index), f"{row['x']:.2f}", "right" if row["x"] < 0.8 * solutions[-1]["x"] else "left")
+            for index, row in enumerate(solutions)
         ),
     )
     return Figure(

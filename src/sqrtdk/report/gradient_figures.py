@@ -153,7 +153,7 @@ def _show_ranked_weights(record: Record) -> Panel:
 
 def _show_law(record: Record, quantity: str, title: str) -> Panel:
     law = record.curves["law"]
-    found = {(row["scale"], row["quantity"]): row for row in record.tables["explain"]}
+    rows = {(row["scale"], row["quantity"]): row for row in record.tables["explain"]}
     series: list[Series] = []
     if any(value is not None for value in law[quantity]):
         series.append(Line(numbers(law["rho"]), numbers(law[quantity]), NEUTRAL, "law, n → ∞", dash="dash", width=1.4))
@@ -161,7 +161,7 @@ def _show_law(record: Record, quantity: str, title: str) -> Panel:
         Line(numbers(law["exact_rho"]), numbers(law[f"exact_{quantity}"]), NEUTRAL, "exact at this n", width=1.8)
     )
     for policy in _POLICIES:
-        at, rho = found[policy, quantity], found[policy, "saturation_index"]
+        at, rho = rows[policy, quantity], rows[policy, "saturation_index"]
         series.append(
             Points(
                 (rho["measured"],),

@@ -221,13 +221,13 @@ def _median_curve(runs: Sequence[Mapping[str, Any]], quantity: str) -> tuple[tup
 def _show_finals(finals: Mapping[_Group, Sequence[Mapping[str, Any]]], varying: Sequence[str]) -> Panel:
     series: list[Series] = []
     ticks = []
-    every = []
+    drawn = []
     for index, (group, runs) in enumerate(finals.items()):
         losses = [run.get("final_loss") for run in runs if run.get("status") != "failed"]
         missing = sum(loss is None or not math.isfinite(loss) for loss in losses)
         ticks.append((float(index), group.label(varying) + (f" ({missing} diverged)" if missing else "")))
         known = [(run, run["final_loss"]) for run in runs if _is_number(run.get("final_loss"))]
-        every += [loss for _, loss in known]
+        drawn += [loss for _, loss in known]
         # Seeds side by side across the row, so that equal losses stay visible.
         spread = [index + 0.5 * ((place + 0.5) / max(len(known), 1) - 0.5) for place in range(len(known))]
         series.append(
@@ -243,7 +243,7 @@ def _show_finals(finals: Mapping[_Group, Sequence[Mapping[str, Any]]], varying: 
         series.append(Line((middle, middle), (index - 0.36, index + 0.36), policy_colour(group.scale), width=2.6))
     return Panel(
         "Final held-out loss",
-        Axis("loss", log=_spans_decades(every)),
+        Axis("loss", log=_spans_decades(drawn)),
         Axis(ticks=tuple(ticks), low=len(finals) - 0.4, high=-0.6),
         tuple(series),
     )
@@ -272,13 +272,13 @@ def _show_finals_by_rate(finals: Mapping[_Group, Sequence[Mapping[str, Any]]]) -
                 width=2.4,
             )
         )
-    every = [
+    drawn = [
         loss for by_rate in families.values() for losses in by_rate.values() for loss in losses if loss is not None
     ]
     return Panel(
         "Final held-out loss by learning rate",
         Axis("learning rate", log=True, ticks=tuple((rate, f"{rate:g}") for rate in rates)),
-        Axis("", log=_spans_decades(every)),
+        Axis("", log=_spans_decades(drawn)),
         tuple(series),
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from sqrtdk import theory
-from sqrtdk.exercises.sampling import (
+from sqrtdk.exercises.gaussian_rows import (
     BUDGET,
     POLICIES,
     Z_95,

@@ -10,7 +10,7 @@ import numpy as np
 
 from sqrtdk.attention import attention
 from sqrtdk.errors import InvalidTypeError, InvalidValueError
-from sqrtdk.exercises.sampling import SampledRows, draw_attention, require_sampling, sample_rows
+from sqrtdk.exercises.gaussian_rows import SampledRows, draw_attention, require_sampling, sample_rows
 from sqrtdk.records import Record
 
 _COLUMNS = (
@@ -98,10 +98,10 @@ def _require_relatives(relatives: Sequence[float]) -> None:
 def _summarise(relative: float, scale: float, measured: SampledRows) -> dict[str, Any]:
     row: dict[str, Any] = {"relative": relative, "tau": 1.0 / scale, "factor": scale}
     for name in _COLUMNS:
-        found = measured.mean(name)
-        row[name] = found.value
+        estimate = measured.mean(name)
+        row[name] = estimate.value
         if name in ("entropy_ratio", "grad_q"):
-            row |= {f"{name}_low": found.low, f"{name}_high": found.high}
+            row |= {f"{name}_low": estimate.low, f"{name}_high": estimate.high}
     return row
 
 

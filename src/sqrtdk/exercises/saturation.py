@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from sqrtdk.errors import InvalidValueError
-from sqrtdk.exercises.sampling import require_count
+from sqrtdk.exercises.gaussian_rows import require_count
 from sqrtdk.records import Record
 
 _WHY = (
@@ -49,17 +49,17 @@ def saturation(largest: float = 10.0, points: int = 101, zeros: int = 3, share: 
         raise InvalidValueError(f"share must lie between 0 and 1, got {share}")
     grid = np.linspace(0.0, largest, points)
     rows = [_describe(float(x), zeros) for x in grid]
-    found = _solve_definitions(zeros, share)
+    solutions = _solve_definitions(zeros, share)
     whole = largest if largest < 1 else float(math.floor(largest))
     return Record(
         kind="saturation",
         spec={"largest": largest, "points": points, "zeros": zeros, "share": share},
         tables={
-            "points": found,
+            "points": solutions,
             "sweep": [_describe(x, zeros) for x in np.linspace(0.0, whole, 11).tolist()],
         },
         curves={name: [row[name] for row in rows] for name in rows[0]},
-        reading=_read(found, zeros, share, largest),
+        reading=_read(solutions, zeros, share, largest),
     )
 
 
@@ -132,9 +132,9 @@ def _first_where(saturated: Callable[[float], bool]) -> float:
     return high
 
 
-def _read(found: list[dict[str, Any]], zeros: int, share: float, largest: float) -> list[str]:
-    main = found[0]
-    others = [row["x"] for row in found[1:-1]]
+def _read(solutions: list[dict[str, Any]], zeros: int, share: float, largest: float) -> list[str]:
+    main = solutions[0]
+    others = [row["x"] for row in solutions[1:-1]]
     shown = ", ".join(["x"] + ["0"] * zeros) if zeros <= 5 else f"x and {zeros} zeros"
     where = "within" if main["x"] <= largest else "beyond"
     return [
@@ -143,5 +143,5 @@ def _read(found: list[dict[str, Any]], zeros: int, share: float, largest: float)
         f"of its value at x = 0 and the largest weight is {main['first_weight']:.4f}.",
         f"Why this definition: {_WHY}.",
         f"The other definitions with the same share put the point between {min(others):.2f} and {max(others):.2f}; "
-        f"float32 rounds the largest weight to 1 only from x = {found[-1]['x']:.1f} on.",
+        f"float32 rounds the largest weight to 1 only from x = {solutions[-1]['x']:.1f} on.",
     ]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from sqrtdk import scales, theory
-from sqrtdk.exercises.sampling import POLICIES, Z_95, Array, Estimate, require_count, require_counts, require_size
+from sqrtdk.exercises.gaussian_rows import POLICIES, Z_95, Array, Estimate, require_count, require_counts, require_size
 from sqrtdk.records import Record
 
 _BLOCK = 2**20

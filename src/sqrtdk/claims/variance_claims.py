@@ -12,8 +12,8 @@ import numpy.typing as npt
 from sqrtdk import theory
 from sqrtdk.claims.claim import Finding, agree, claim, covers, estimate_variance, state
 from sqrtdk.claims.evidence import Evidence
-from sqrtdk.exercises.sampling import estimate_mean
-from sqrtdk.exercises.variance_law import draw_dot_products
+from sqrtdk.exercises.gaussian_rows import estimate_mean
+from sqrtdk.exercises.variance import draw_dot_products
 
 Array = npt.NDArray[np.float64]
 
@@ -35,40 +35,40 @@ def _dot_products(evidence: Evidence, d_k: int) -> Array:
 @claim("var.product", "S0, S3", "independent X, Y with mean 0 and variance 1: Var(XY) = 1")
 def _product(evidence: Evidence) -> Finding:
     rng = np.random.default_rng(evidence.seed)
-    found = {
+    estimates = {
         name: estimate_variance(draw(rng, 1_000_000) * draw(rng, 1_000_000))
         for name, draw in _DISTRIBUTIONS.items()
         if name != "±1"  # its product is ±1: variance 1 without any scatter
     }
     signs = estimate_variance(rng.choice([-1.0, 1.0], 1_000_000) * rng.choice([-1.0, 1.0], 1_000_000))
-    fits = all(covers(estimate, 1.0) for estimate in found.values()) and abs(signs.value - 1) < 1e-3
+    fits = all(covers(estimate, 1.0) for estimate in estimates.values()) and abs(signs.value - 1) < 1e-3
     return Finding(
-        f"normal {state(found['normal'], n=1_000_000, seed=evidence.seed)}; "
-        f"uniform {found['uniform'].value:.4f}; ±1 {signs.value:.4f}",
+        f"normal {state(estimates['normal'], n=1_000_000, seed=evidence.seed)}; "
+        f"uniform {estimates['uniform'].value:.4f}; ±1 {signs.value:.4f}",
         "holds" if fits else "wrong",
         "E[X²Y²] = E[X²]·E[Y²] = 1 and E[XY] = 0 need independence and the moments only, not normality.",
-        {"normal": found["normal"].value, "interval": [found["normal"].low, found["normal"].high]},
+        {"normal": estimates["normal"].value, "interval": [estimates["normal"].low, estimates["normal"].high]},
     )
 
 
 @claim("var.dot", "all", "Var(q·k) = dₖ exactly; std = √dₖ (dₖ = 64 → 8; dₖ = 512 → 22.63)")
 def _dot(evidence: Evidence) -> Finding:
-    found = {d: estimate_variance(_dot_products(evidence, d)) for d in (4, 64, 512)}
-    law = {d: theory.dot_product_variance(d) for d in found}
-    fits = all(covers(found[d], law[d]) for d in found)
+    estimates = {d: estimate_variance(_dot_products(evidence, d)) for d in (4, 64, 512)}
+    law = {d: theory.dot_product_variance(d) for d in estimates}
+    fits = all(covers(estimates[d], law[d]) for d in estimates)
     stds = agree([8, 22.63], [math.sqrt(law[64]), math.sqrt(law[512])], decimals=2)
     correlated = theory.dot_product_variance(64, correlation=1.0)
     return Finding(
         f"law: 64 → std {math.sqrt(law[64]):.0f}, 512 → {math.sqrt(law[512]):.2f}; sampled variance at "
-        f"64: {state(found[64], n=_PAIRS, seed=evidence.seed)}, "
-        f"at 512: {found[512].value:.1f} [{found[512].low:.1f}, {found[512].high:.1f}]",
+        f"64: {state(estimates[64], n=_PAIRS, seed=evidence.seed)}, "
+        f"at 512: {estimates[512].value:.1f} [{estimates[512].low:.1f}, {estimates[512].high:.1f}]",
         "holds" if fits and stds else "wrong",
         f"True for independent q and k of mean 0 and variance 1; fully correlated ones (q = k) would give "
         f"{correlated:.0f} at dₖ = 64.",
         {
             "law": law,
-            "sampled": {d: e.value for d, e in found.items()},
-            "interval": {d: [e.low, e.high] for d, e in found.items()},
+            "sampled": {d: e.value for d, e in estimates.items()},
+            "interval": {d: [e.low, e.high] for d, e in estimates.items()},
         },
     )
 
@@ -103,14 +103,14 @@ def _terms(evidence: Evidence) -> Finding:
 
 @claim("var.mean", "S0, S3", "E[q·k] = 0")
 def _mean(evidence: Evidence) -> Finding:
-    found = {d: estimate_mean(_dot_products(evidence, d)) for d in (4, 64, 512)}
+    estimates = {d: estimate_mean(_dot_products(evidence, d)) for d in (4, 64, 512)}
     shifted = theory.dot_product_mean(64, mean_q=0.1, mean_k=0.1)
     return Finding(
-        f"sampled at dₖ = 64: {state(found[64], n=_PAIRS, seed=evidence.seed)}; "
-        f"at 512: {found[512].value:+.3f} [{found[512].low:.3f}, {found[512].high:.3f}]",
-        "holds" if all(covers(estimate, 0.0) for estimate in found.values()) else "wrong",
+        f"sampled at dₖ = 64: {state(estimates[64], n=_PAIRS, seed=evidence.seed)}; "
+        f"at 512: {estimates[512].value:+.3f} [{estimates[512].low:.3f}, {estimates[512].high:.3f}]",
+        "holds" if all(covers(estimate, 0.0) for estimate in estimates.values()) else "wrong",
         f"It needs a zero mean on at least one side: means of 0.1 on both give {shifted:.2f} at dₖ = 64.",
-        {"sampled": {d: e.value for d, e in found.items()}},
+        {"sampled": {d: e.value for d, e in estimates.items()}},
     )
 
 
@@ -132,10 +132,10 @@ def _divide(evidence: Evidence) -> Finding:
 
 @claim("var.root", "all", "dividing by √dₖ gives variance 1 at every dₖ; c² = dₖ is the only c that does")
 def _root(evidence: Evidence) -> Finding:
-    found = {d: estimate_variance(_dot_products(evidence, d) / math.sqrt(d)) for d in (1, 4, 64, 512)}
+    estimates = {d: estimate_variance(_dot_products(evidence, d) / math.sqrt(d)) for d in (1, 4, 64, 512)}
     # Var/c² falls strictly in c > 0, so there is one solution; find it without knowing the answer.
     solutions = {}
-    for d in found:
+    for d in estimates:
         low, high = 1e-3, 1e3
         for _ in range(200):
             middle = math.sqrt(low * high)
@@ -143,28 +143,28 @@ def _root(evidence: Evidence) -> Finding:
                 (middle, high) if theory.divided_variance(theory.dot_product_variance(d), middle) > 1 else (low, middle)
             )
         solutions[d] = low
-    fits = all(covers(e, 1.0) for e in found.values()) and all(
+    fits = all(covers(e, 1.0) for e in estimates.values()) and all(
         math.isclose(c * c, d, rel_tol=1e-9) for d, c in solutions.items()
     )
     return Finding(
-        f"sampled at dₖ = 512: {state(found[512], n=_PAIRS, seed=evidence.seed)}; the divisor found by bisection: "
+        f"sampled at dₖ = 512: {state(estimates[512], n=_PAIRS, seed=evidence.seed)}; the divisor found by bisection: "
         + ", ".join(f"{d} → {c:.4f}" for d, c in solutions.items()),
         "holds" if fits else "wrong",
         "Var/c² = 1 has one positive solution, c = √dₖ (and its negative, which turns every score around).",
-        {"sampled": {d: e.value for d, e in found.items()}, "divisor": solutions},
+        {"sampled": {d: e.value for d, e in estimates.items()}, "divisor": solutions},
     )
 
 
 @claim("var.inverse", "S1", "dividing by dₖ gives variance 1/dₖ")
 def _inverse(evidence: Evidence) -> Finding:
-    found = {d: estimate_variance(_dot_products(evidence, d) / d) for d in (4, 64, 512)}
-    fits = all(covers(e, 1 / d) and math.isclose(theory.divided_variance(d, d), 1 / d) for d, e in found.items())
+    estimates = {d: estimate_variance(_dot_products(evidence, d) / d) for d in (4, 64, 512)}
+    fits = all(covers(e, 1 / d) and math.isclose(theory.divided_variance(d, d), 1 / d) for d, e in estimates.items())
     return Finding(
-        f"at dₖ = 64: {state(found[64], n=_PAIRS, seed=evidence.seed)} against {1 / 64:.5f}; "
-        f"at 512: {found[512].value:.6f} against {1 / 512:.6f}",
+        f"at dₖ = 64: {state(estimates[64], n=_PAIRS, seed=evidence.seed)} against {1 / 64:.5f}; "
+        f"at 512: {estimates[512].value:.6f} against {1 / 512:.6f}",
         "holds" if fits else "wrong",
         "dₖ/dₖ² = 1/dₖ.",
-        {"sampled": {d: e.value for d, e in found.items()}},
+        {"sampled": {d: e.value for d, e in estimates.items()}},
     )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from sqrtdk import theory
 from sqrtdk.attention import attention
 from sqrtdk.exercises.expectation import ExpectedRows, expect_rows
-from sqrtdk.exercises.sampling import (
+from sqrtdk.exercises.gaussian_rows import (
     POLICIES,
     SampledRows,
     choose_effort,
@@ -120,7 +120,7 @@ def _compare(policy: str, factor: float, measured: SampledRows, expected: Expect
     law = _law_at(sigma, n)
     rows = []
     for quantity in _QUANTITIES:
-        found, predicted = measured.mean(quantity), predictions.get(quantity)
+        estimate, predicted = measured.mean(quantity), predictions.get(quantity)
         estimated = quantity == "grad_q"
         rows.append(
             {
@@ -128,11 +128,11 @@ def _compare(policy: str, factor: float, measured: SampledRows, expected: Expect
                 "quantity": quantity,
                 "law": law.get(quantity),
                 "predicted": predicted,
-                "measured": found.value,
-                "low": found.low,
-                "high": found.high,
-                "inside": None if predicted is None or estimated else found.holds(predicted),
-                "ratio": found.value / predicted if estimated and predicted else None,
+                "measured": estimate.value,
+                "low": estimate.low,
+                "high": estimate.high,
+                "inside": None if predicted is None or estimated else estimate.holds(predicted),
+                "ratio": estimate.value / predicted if estimated and predicted else None,
             }
         )
     return rows

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from sqrtdk import attention, scaled_dot_product_attention, softmax, theory
 from sqrtdk.claims.claim import Finding, agree, claim, row
 from sqrtdk.claims.evidence import Evidence
-from sqrtdk.exercises.sampling import choose_effort, sample_policies
+from sqrtdk.exercises.gaussian_rows import choose_effort, sample_policies
 
 Array = npt.NDArray[np.float64]
 

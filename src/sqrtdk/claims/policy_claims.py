@@ -12,8 +12,8 @@ import numpy.typing as npt
 from sqrtdk import attention, scales, softmax
 from sqrtdk.claims.claim import Finding, Verdict, claim
 from sqrtdk.claims.evidence import Evidence
-from sqrtdk.claims.learning import UNDECIDED, require_runs
-from sqrtdk.claims.models import survey
+from sqrtdk.claims.learning_claims import UNDECIDED, require_runs
+from sqrtdk.claims.published_models import survey
 from sqrtdk.errors import SqrtdkError
 from sqrtdk.lab.ablation import show_loss
 from sqrtdk.records import counted
@@ -24,15 +24,15 @@ Array = npt.NDArray[np.float64]
 def _weights(evidence: Evidence, scale: object, d_k: int = 64) -> tuple[Array, Array]:
     """Weights of one head under a scale, and the raw scores q·k."""
     q, k = np.random.default_rng(evidence.seed).standard_normal((2, 48, d_k))
-    found = attention(q, k, k, scale=scale, weights=True).weights  # type: ignore[arg-type]
-    assert found is not None
-    return found, q @ k.T
+    weights = attention(q, k, k, scale=scale, weights=True).weights  # type: ignore[arg-type]
+    assert weights is not None
+    return weights, q @ k.T
 
 
 def _divides_by(evidence: Evidence, policy: str, divisor: float, why: str) -> Finding:
-    found, scores = _weights(evidence, policy)
-    apart = float(np.abs(found - softmax(scores / divisor)).max())
-    other = float(np.abs(found - softmax(scores / (1.5 * divisor))).max())
+    weights, scores = _weights(evidence, policy)
+    apart = float(np.abs(weights - softmax(scores / divisor)).max())
+    other = float(np.abs(weights - softmax(scores / (1.5 * divisor))).max())
     return Finding(
         f"{policy}: equal to softmax(q·k/{divisor:g}) within {apart:.0e}; "
         f"a divisor 1.5 times as large differs by {other:.1g}",
@@ -149,20 +149,21 @@ def _temperature(evidence: Evidence) -> Finding:
         assert statistics is not None
         ratios.append(float(statistics.entropy_ratio.mean()))
     ordered = ratios[0] < ratios[1] < ratios[2]
-    found = _train(evidence, "learned")
-    moved = all(np.abs(np.log(run["temperatures"])).max() > _LEAST_CHANGE for run in found.runs)
-    by_layer = np.median([run["temperatures"] for run in found.runs], axis=0)
-    verdict: Verdict = "holds" if found.decides and found.as_well and moved else "depends"
+    trained = _train(evidence, "learned")
+    moved = all(np.abs(np.log(run["temperatures"])).max() > _LEAST_CHANGE for run in trained.runs)
+    by_layer = np.median([run["temperatures"] for run in trained.runs], axis=0)
+    verdict: Verdict = "holds" if trained.decides and trained.as_well and moved else "depends"
     why = (
-        f"Sharper and softer as said; learned, it {'moves' if moved else 'hardly moves'}: {found.verdict_on_learning}. "
+        f"Sharper and softer as said; learned, it {'moves' if moved else 'hardly moves'}: "
+        f"{trained.verdict_on_learning}. "
         "Where it ends is not how sharp the head is: W_q and W_k can grow or shrink in its place."
     )
     return Finding(
         f"entropy ratio at τ = ½, 1, 2 × √dₖ (dₖ 64, n 256): {ratios[0]:.3f}, {ratios[1]:.3f}, {ratios[2]:.3f}; "
-        f"learned per head, {found.words}; τ/√dₖ ends at {', '.join(f'{t:.2f}' for t in by_layer)} (layers, medians)",
+        f"learned per head, {trained.words}; τ/√dₖ ends at {', '.join(f'{t:.2f}' for t in by_layer)} (layers, medians)",
         verdict if ordered else "wrong",
-        why if found.decides else UNDECIDED.format(steps=evidence.steps),
-        {"entropy_ratio": ratios, **found.numbers},
+        why if trained.decides else UNDECIDED.format(steps=evidence.steps),
+        {"entropy_ratio": ratios, **trained.numbers},
     )
 
 
@@ -173,20 +174,20 @@ def _temperature(evidence: Evidence) -> Finding:
     trains=True,
 )
 def _query(evidence: Evidence) -> Finding:
-    found = _train(evidence, "query")
-    spreads = [run["temperature_spread"] for run in found.runs]
+    trained = _train(evidence, "query")
+    spreads = [run["temperature_spread"] for run in trained.runs]
     differ = min(spreads) > _LEAST_CHANGE
-    verdict: Verdict = "holds" if found.decides and found.as_well and differ else "depends"
+    verdict: Verdict = "holds" if trained.decides and trained.as_well and differ else "depends"
     why = (
         f"The queries of a head {'come to differ' if differ else 'hardly differ'} in temperature: "
-        f"{found.verdict_on_learning}."
+        f"{trained.verdict_on_learning}."
     )
     return Finding(
-        f"{found.words}; ln τ over the queries of a head: standard deviation 0 at the start, "
+        f"{trained.words}; ln τ over the queries of a head: standard deviation 0 at the start, "
         f"{min(spreads):.2g} to {max(spreads):.2g} after training",
         verdict,
-        why if found.decides else UNDECIDED.format(steps=evidence.steps),
-        found.numbers,
+        why if trained.decides else UNDECIDED.format(steps=evidence.steps),
+        trained.numbers,
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sqrtdk.lab import RunSpec
-from sqrtdk.lab.model import SeenAttention, Transformer, describe_attention, describe_temperature, draw_query_key
+from sqrtdk.lab.transformer import SeenAttention, Transformer, describe_attention, describe_temperature, draw_query_key
 from sqrtdk.scales import LEARNABLE
 from sqrtdk.torch import attention
 from sqrtdk.torch.scales import LearnableScale

@@ -202,10 +202,10 @@ def require_counts(name: str, values: Sequence[int], least: int) -> None:
         raise InvalidValueError(f"{name} must not repeat a size, got {tuple(values)}")
 
 
-def require_size(name: str, numbers: int) -> None:
+def require_size(name: str, count: int) -> None:
     """Refuse a draw of more numbers at once than memory should hold."""
-    if numbers > _MOST_NUMBERS:
-        raise InvalidValueError(f"{name} must not exceed {_MOST_NUMBERS}, got {numbers}")
+    if count > _MOST_NUMBERS:
+        raise InvalidValueError(f"{name} must not exceed {_MOST_NUMBERS}, got {count}")
 
 
 def require_sampling(*, d_k: int, n: int, draws: int, queries: int, seed: int) -> None:
@@ -215,5 +215,5 @@ def require_sampling(*, d_k: int, n: int, draws: int, queries: int, seed: int) -
     require_count("draws", draws, _FEWEST_DRAWS)
     require_count("queries", queries, 1)
     require_count("seed", seed, 0)
-    for product, numbers in (("n·d_k", n * d_k), ("queries·d_k", queries * d_k), ("queries·n", queries * n)):
-        require_size(product, numbers)
+    for product, count in (("n·d_k", n * d_k), ("queries·d_k", queries * d_k), ("queries·n", queries * n)):
+        require_size(product, count)
