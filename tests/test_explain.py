@@ -7,6 +7,7 @@ import pytest
 
 from sqrtdk import exercises, theory
 from sqrtdk.exercises.expectation import expect_rows
+from sqrtdk.exercises.gaussian_rows import choose_effort, sample_rows
 
 SIZES = [(d_k, n) for d_k in (1, 4, 13, 64, 512) for n in (2, 16, 1024)]
 
@@ -71,6 +72,17 @@ def test_explain_predicts_what_it_measures():
         inside = [row["inside"] for row in rows if row["quantity"] == quantity]
         # 144 of them, but the scalings of a draw hang together as one would: 48 trials, 41 with probability 0.99.
         assert np.mean(inside) >= 41 / 48, quantity
+
+
+@pytest.mark.slow
+def test_intervals_hold_at_the_smallest_size_too():
+    """dₖ = 1, n = 256, where Σp² is most skewed; 60 seeds: 52 or more with probability 0.998 if 19 of 20 hold."""
+    predicted = expect_rows(1, 256).at_scale(1.0).sum_p2
+    usual = choose_effort(1, 256)._asdict()
+    inside = [
+        sample_rows([1.0], d_k=1, n=256, **usual, seed=seed)[0].mean("sum_p2").holds(predicted) for seed in range(60)
+    ]
+    assert sum(inside) >= 52
 
 
 def test_pooled_deviation_is_the_predicted_quantity():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -134,12 +134,14 @@ def _five8(evidence: Evidence) -> Finding:
 
 def _mean(quantity: str, d_k: int, n: int, policy: str, evidence: Evidence) -> float:
     """A mean over the rows that `sqrtdk explain` and `sqrtdk gradients` measure at this size."""
-    sampled = sample_policies(d_k=d_k, n=n, **choose_effort(n)._asdict(), seed=evidence.seed)
+    sampled = sample_policies(d_k=d_k, n=n, **choose_effort(d_k, n)._asdict(), seed=evidence.seed)
     return sampled[policy].mean(quantity).value
 
 
-def _count_rows(ns: Sequence[int]) -> str:
-    return " and ".join(str(math.prod(choose_effort(n))) for n in ns)
+def _count_rows(sizes: Iterable[tuple[int, int]]) -> str:
+    """How many rows the sizes (dₖ, n) were measured on."""
+    counts = [math.prod(choose_effort(d_k, n)) for d_k, n in sizes]
+    return f"{min(counts)} to {max(counts)} rows each"
 
 
 @claim("soft.onehot", "all", "without scaling, large dₖ makes the weights nearly one-hot")
@@ -150,7 +152,7 @@ def _onehot(evidence: Evidence) -> Finding:
     varies = table[64, 16] - table[64, 1024] > 0.02
     listed = ", ".join(f"dₖ {d}, n {n}: {value:.3f}" for (d, n), value in table.items())
     return Finding(
-        f"E Σp²: {listed} ({_count_rows((16, 1024))} rows, seed {evidence.seed})",
+        f"E Σp²: {listed} ({_count_rows(table)}, seed {evidence.seed})",
         "depends" if grows and varies else ("holds" if grows else "wrong"),
         "It depends on n as well: condensation begins at dₖ = 2 ln n and Σp² ≥ ½ from about 8 ln n, that is "
         + " and ".join(f"dₖ {c.begins:.0f} and {c.nearly_one_hot:.0f} for n = {n}" for n, c in crossover.items())
@@ -241,7 +243,7 @@ def _small(evidence: Evidence) -> Finding:
     fits = all(loss[1, n] < 1e-9 and loss[4, n] < 0.5 * loss[512, n] and loss[512, n] > 0.5 for n in (16, 1024))
     listed = ", ".join(f"dₖ {d}, n {n}: {value:.2f}" for (d, n), value in loss.items())
     return Finding(
-        f"entropy ratio lost without scaling: {listed} ({_count_rows((16, 1024))} rows, seed {evidence.seed}); "
+        f"entropy ratio lost without scaling: {listed} ({_count_rows(loss)}, seed {evidence.seed}); "
         "crossover dₖ = "
         + ", ".join(f"{c.begins:.1f} to {c.nearly_one_hot:.0f} (n {n})" for n, c in crossover.items()),
         "holds" if fits else "wrong",

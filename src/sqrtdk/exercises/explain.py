@@ -75,8 +75,9 @@ def explain(
     >>> explain(d_k=4, n=64, draws=8, queries=4).spec["regime"]
     'below condensation'
     """
+    require_count("d_k", d_k, 1)
     require_count("n", n, 2)
-    usual = choose_effort(n)
+    usual = choose_effort(d_k, n)
     draws, queries = (usual.draws if draws is None else draws), (usual.queries if queries is None else queries)
     require_sampling(d_k=d_k, n=n, draws=draws, queries=queries, seed=seed)
     sampled = sample_policies(d_k=d_k, n=n, draws=draws, queries=queries, seed=seed)

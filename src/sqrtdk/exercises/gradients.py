@@ -65,7 +65,7 @@ def gradients(
     for index, (d_k, n) in enumerate(sizes):
         if on_size is not None:
             on_size(f"dₖ {d_k}, n {n}", index / len(sizes))
-        sampled = sample_policies(d_k=d_k, n=n, **choose_effort(n, budget)._asdict(), seed=seed)
+        sampled = sample_policies(d_k=d_k, n=n, **choose_effort(d_k, n, budget)._asdict(), seed=seed)
         rows += [{"d_k": d_k, "n": n, "scale": policy, **_summarise(measured)} for policy, measured in sampled.items()]
     jacobians = [_describe_example(name, weights) for name, weights in _EXAMPLES.items()]
     return Record(
