@@ -39,6 +39,7 @@ def test_the_surface_is_pinned():
         "attention",
         "attention_gradients",
         "backends",
+        "diagnose",
         "scaled_dot_product_attention",
         "scales",
         "softmax",
@@ -49,7 +50,11 @@ def test_the_surface_is_pinned():
 
 SUBMODULES = {
     "backends": {"REFERENCE", "Backend", "current", "inspect", "list", "threads", "use", "use_threads"},
-    "errors": {"InvalidTypeError", "InvalidValueError", "MissingExtraError", "SqrtdkError", "SqrtdkWarning"},
+    "diagnosis": {"Finding", "Threshold", "diagnose", "pattern_of", "patterns"},
+    "errors": {
+        *("FallbackWarning", "InvalidTypeError", "InvalidValueError", "MissingExtraError", "SqrtdkError"),
+        "SqrtdkWarning",
+    },
     "scales": {
         *("LEARNABLE", "Learnable", "Policy", "ScaleContext", "get", "names", "policy_type", "register", "resolve"),
         *("Cosine", "Fixed", "Inverse", "Llama4", "LogN", "Mup", "QKNorm", "Sqrt", "Temperature", "Unscaled", "Yarn"),
@@ -127,6 +132,7 @@ def test_the_surface_of_the_torch_layer_is_pinned():
         "nn",
         "register_huggingface",
         "scaled_dot_product_attention",
+        "watch",
     ]
     assert all(getattr(sqrtdk.torch, name).__doc__ for name in sqrtdk.torch.__all__)
     names = ["KVCache", "LearnedTemperature", "QKNorm", "QueryTemperature", "ScaledAttention", "make_learnable"]

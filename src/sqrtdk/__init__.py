@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from sqrtdk import backends, scales, theory
 from sqrtdk.attention import Attention, Gradients, attention, attention_gradients
+from sqrtdk.diagnosis import diagnose
 from sqrtdk.engines.reference import scaled_dot_product_attention, softmax
 from sqrtdk.errors import SqrtdkError
 from sqrtdk.statistics import AttentionStatistics
@@ -19,6 +20,7 @@ __all__ = [
     "attention",
     "attention_gradients",
     "backends",
+    "diagnose",
     "scaled_dot_product_attention",
     "scales",
     "softmax",

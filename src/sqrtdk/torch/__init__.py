@@ -12,6 +12,7 @@ from sqrtdk.torch.distributed import all_reduce
 from sqrtdk.torch.functional import attention, scaled_dot_product_attention
 from sqrtdk.torch.huggingface import register_huggingface
 from sqrtdk.torch.pressure import TemperaturePressure
+from sqrtdk.torch.watch import watch
 
 __all__ = [
     "TemperaturePressure",
@@ -20,4 +21,5 @@ __all__ = [
     "nn",
     "register_huggingface",
     "scaled_dot_product_attention",
+    "watch",
 ]

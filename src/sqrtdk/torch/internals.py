@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules import module
+from torch.utils import _python_dispatch
+
+# The class is documented, its module is not: there is no public path to it.
+DispatchMode: Any = _python_dispatch.TorchDispatchMode
 
 # Looked up once: finding them by their full names takes as long as calling them.
 _is_compiling = torch.compiler.is_compiling
@@ -19,6 +25,7 @@ _is_autocast_enabled = torch.is_autocast_enabled
 _is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 _functorch = torch._C._functorch
 _forward_ad: Any = forward_ad
+_graph_task = torch._C._current_graph_task_id
 
 
 def is_unobserved() -> bool:
@@ -72,3 +79,79 @@ def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     which takes 25 µs.
     """
     return cast(Callable[..., Any], super(torch.autograd.Function, function).apply)  # type: ignore[misc]
+
+
+def add_module_hooks(begin: Callable[..., None], end: Callable[..., None]) -> Callable[[], None]:
+    """Call `begin` before and `end` after the forward of every module, also after an exception; returns the undoing.
+
+    Registering is public; what it leaves behind is not: torch forgets to take a hook's wish for keyword arguments away
+    with the hook, and compiled modules then warn of hooks for ever.
+    """
+    first = module.register_module_forward_pre_hook(begin)
+    second = module.register_module_forward_hook(end, with_kwargs=True, always_call=True)
+
+    def undo() -> None:
+        first.remove()
+        second.remove()
+        module._global_forward_hooks_with_kwargs.pop(second.id, None)
+
+    return undo
+
+
+def without_modes() -> AbstractContextManager[object]:
+    """Leave out every dispatch mode: what is computed about a call must not be seen by a second watch around it."""
+    guard: AbstractContextManager[object] = _python_dispatch._disable_current_modes()
+    return guard
+
+
+def is_mode_on_top(mode: object) -> bool:
+    """Whether a mode is the innermost of this thread: an interrupt may leave one behind, and no other may be taken."""
+    stack = _python_dispatch._get_current_dispatch_mode_stack()
+    return bool(stack) and stack[-1] is mode
+
+
+def is_mode_active(mode: object) -> bool:
+    """Whether a mode is anywhere on this thread's stack."""
+    return any(one is mode for one in _python_dispatch._get_current_dispatch_mode_stack())
+
+
+def is_in_backward() -> bool:
+    """Whether a backward pass runs in this thread: a forward inside it is the recomputation of a checkpoint."""
+    return bool(_graph_task() != -1)
+
+
+def storage_address(tensor: Tensor) -> int:
+    """What identifies the memory of a tensor while it lives; 0 for tensors without memory of their own.
+
+    A view under autograd is a tensor object of its own; that it is a view shows in its storage alone.
+    """
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # sparse, nested and other wrapped tensors
+        return 0
+
+
+class WeakStorage:
+    """Remembers the memory of a tensor without keeping it: while this lives, its address is not given to another."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._weak = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+    def is_gone(self) -> bool:
+        """Whether nobody else holds the memory any more."""
+        return bool(self._weak.expired())  # type: ignore[no-untyped-call]
+
+
+def bind(function: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of an operator by the names of its schema, defaults included."""
+    arguments = function._schema.arguments
+    bound = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+    bound.update(zip((argument.name for argument in arguments), args, strict=False))
+    bound.update(kwargs)
+    return bound
+
+
+def operator_name(function: Any) -> str:
+    """`aten::mul` for torch.ops.aten.mul.Tensor; the name of a higher-order operator as it is."""
+    schema = getattr(function, "_schema", None)
+    return str(function) if schema is None else str(schema.name)

@@ -1,0 +1,174 @@
+"""Findings about the scale: measured against declared, against 1/√dₖ and against the other layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sqrtdk.errors import InvalidTypeError, InvalidValueError
+from sqrtdk.findings import Finding, Severity, Threshold
+
+__all__ = ["SCALE_TOLERANCE", "judge_scales"]
+
+SCALE_TOLERANCE = 1e-3
+"""Relative, for float32 and wider: a scale read off a running model is a ratio of rounded norms; chosen here."""
+
+UNKNOWN_EPSILON = 2.0**-7
+"""Where the dtype is not known: that of bfloat16, the coarsest a model computes in, so that rounding is no finding."""
+
+
+@dataclass(frozen=True)
+class _LayerScale:
+    """One record of `scales`, checked. `relative` is the scale as a multiple of 1/√dₖ."""
+
+    layer: str
+    layer_index: int
+    d_k: int
+    measured: float
+    declared: float | None
+    normalised: bool
+
+    @property
+    def relative(self) -> float:
+        return self.measured * math.sqrt(self.d_k)
+
+
+def judge_scales(
+    scales: Sequence[Mapping[str, Any]], paths: Sequence[str | None], epsilon: float | None
+) -> list[Finding]:
+    """The findings about the scales of layers; `epsilon` is that of the dtype they were measured in, None if unknown.
+
+    Two scales are the same if they differ by no more than 1e-3, or ε if that is more: half an ε is the rounding of the
+    factor, half that of q. Layers whose scale could not be measured are passed over.
+
+    >>> judge_scales([{"layer": "h.0", "d_k": 64, "measured": 0.25, "declared": 0.125}], [], None)[0]
+    error: scale-differs-from-declared in h.0: measured 0.25, declared 0.125, ratio 2, d k 64. The scale is 1/√16, that
+    of 16 dimensions instead of 64.
+    """
+    tolerance = max(SCALE_TOLERANCE, UNKNOWN_EPSILON if epsilon is None else epsilon)
+    layers = _read(scales, paths)
+    findings = [one for layer in layers for one in _judge_layer(layer, tolerance)]
+    return findings + _compare_layers(layers, tolerance)
+
+
+def _read(scales: Any, paths: Sequence[str | None]) -> list[_LayerScale]:
+    if isinstance(scales, Mapping | str) or not isinstance(scales, Sequence):
+        raise InvalidTypeError(f"scales must be a sequence of records, one per layer, got {type(scales).__name__}")
+    layers = []
+    for at, record in enumerate(scales):
+        if not isinstance(record, Mapping):
+            raise InvalidTypeError(f"scales[{at}] must be a mapping, got {type(record).__name__}")
+        missing = [name for name in ("layer", "measured", "d_k") if name not in record]
+        if missing:
+            raise InvalidValueError(f"scales[{at}] must have layer, measured and d_k, got none of {missing}")
+        if record["measured"] is None:
+            continue
+        d_k, layer = record["d_k"], record["layer"]
+        if isinstance(d_k, bool) or not isinstance(d_k, int) or d_k < 1:
+            raise InvalidValueError(f"d_k of scales[{at}] must be an integer ≥ 1, got {d_k!r}")
+        declared = record.get("declared")
+        index = record.get("layer_index")
+        if index is None:
+            index = paths.index(layer) if layer in paths else at
+        layers.append(
+            _LayerScale(
+                layer=layer,
+                layer_index=int(index),
+                d_k=d_k,
+                measured=_finite(record["measured"], f"measured of scales[{at}]"),
+                declared=None if declared is None else _finite(declared, f"declared of scales[{at}]"),
+                normalised=bool(record.get("normalised", False)),
+            )
+        )
+    return layers
+
+
+def _finite(value: Any, argument: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+        raise InvalidTypeError(f"{argument} must be a number or None, got {value!r}")
+    number = float(value)
+    if not math.isfinite(number):
+        raise InvalidValueError(f"{argument} must be finite, or None where it is not known, got {number}")
+    return number
+
+
+def _same(one: float, two: float, tolerance: float) -> bool:
+    return abs(one - two) <= tolerance * abs(two)
+
+
+def _judge_layer(layer: _LayerScale, tolerance: float) -> list[Finding]:
+    usual = 1.0 / math.sqrt(layer.d_k)
+    where = (layer.layer, layer.layer_index, None)
+    if layer.declared is not None:
+        if _same(layer.measured, layer.declared, tolerance):
+            return []
+        ratio = layer.measured / layer.declared if layer.declared else math.inf
+        evidence = {"measured": layer.measured, "declared": layer.declared, "ratio": ratio, "d_k": layer.d_k}
+        threshold = Threshold(tolerance, "relative difference that rounding explains, against the declared scale")
+        remedy = "Make the code multiply by the declared scale once, or correct the declaration."
+        cause = _explain(layer, tolerance)
+        return [Finding("scale-differs-from-declared", "error", *where, evidence, threshold, cause, remedy)]
+    if _same(layer.measured, usual, tolerance):
+        return []
+    severity: Severity = "info" if layer.normalised else "warning"
+    evidence = {"measured": layer.measured, "usual": usual, "ratio": layer.measured / usual, "d_k": layer.d_k}
+    cause = _explain(layer, tolerance)
+    if layer.normalised:
+        cause += " q and k are normalised, where another scale than 1/√dₖ is common."
+    threshold = Threshold(tolerance, "relative difference that rounding explains, against 1/√dₖ (Vaswani et al. 2017)")
+    remedy = "Declare the scale in the configuration if it is meant, else multiply by 1/√dₖ."
+    return [Finding("scale-undeclared", severity, *where, evidence, threshold, cause, remedy)]
+
+
+def _explain(layer: _LayerScale, tolerance: float) -> str:
+    """Which scale the measured one is, in terms of dₖ, if it is a known one."""
+    measured, d_k = layer.measured, layer.d_k
+    if _same(layer.relative, 1.0, tolerance):
+        return f"The scale is 1/√dₖ of dₖ = {d_k}; the declared one is not applied."
+    if _same(measured, 1.0, tolerance):
+        return "No scale is applied: the product is multiplied by 1."
+    if _same(measured, 1.0 / d_k, tolerance):
+        return "The scale is 1/dₖ: that of muP, or 1/√dₖ applied twice."
+    dimensions = 1.0 / measured**2 if measured > 0 else 0.0
+    whole = round(dimensions) if dimensions < 1e6 else 0
+    if whole > 1 and _same(measured, 1.0 / math.sqrt(whole), SCALE_TOLERANCE):
+        return f"The scale is 1/√{whole}, that of {whole} dimensions instead of {d_k}."
+    return f"The product is multiplied by {measured:.4g}, which is {layer.relative:.4g} times 1/√dₖ."
+
+
+def _compare_layers(layers: Sequence[_LayerScale], tolerance: float) -> list[Finding]:
+    """One finding per layer that differs from the commonest multiple of 1/√dₖ.
+
+    Layers that declare their scale are compared with that; where q and k are normalised each layer may learn its own.
+    """
+    silent = [layer for layer in layers if layer.declared is None and not layer.normalised]
+    agreeing = [sum(_same(other.relative, layer.relative, tolerance) for other in silent) for layer in silent]
+    if not silent or max(agreeing) == len(silent):
+        return []
+    # Of equally common ones the nearest to 1/√dₖ.
+    common = min(
+        (-votes, abs(layer.relative - 1.0), layer.relative) for votes, layer in zip(agreeing, silent, strict=True)
+    )[2]
+    threshold = Threshold(tolerance, "relative difference that rounding explains, between layers of one model")
+    findings = []
+    for layer in silent:
+        if _same(layer.relative, common, tolerance):
+            continue
+        evidence = {
+            "measured": layer.measured,
+            "times_1/√dₖ": layer.relative,
+            "commonest_times_1/√dₖ": common,
+            "layers_that_agree": max(agreeing),
+            "of_layers": len(silent),
+        }
+        cause = f"{max(agreeing)} of {len(silent)} layers use {common:.4g}/√dₖ, this one {layer.relative:.4g}/√dₖ."
+        remedy = (
+            "Declare the scales of the layers in the configuration if they are meant to differ, else make them one."
+        )
+        where = (layer.layer, layer.layer_index, None)
+        findings.append(Finding("scale-differs-between-layers", "warning", *where, evidence, threshold, cause, remedy))
+    return findings

@@ -1,0 +1,129 @@
+"""One attention call as it was seen, however it was computed: q, k, and what was done to their product."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sqrtdk.statistics import AttentionStatistics
+from sqrtdk.torch.functional import attention
+from sqrtdk.torch.internals import without_modes
+from sqrtdk.torch.watch.lineage import Lineage
+
+# A finite "minus infinity" that a model adds or fills in: −1e4 (−9984 in bfloat16) is the mildest in use.
+MASKED_BELOW = -9000.0
+
+
+@dataclass(frozen=True)
+class SeenCall:
+    """softmax(cap(scale·q·kᵀ) + mask) with q `[B, H, L, D]`, k `[B, G, S, D]`.
+
+    `scale` is a number or a tensor `[B, H, L]` (any axis may be 1); `mask` is boolean or additive `[B, H, L, S]` (any
+    axis but the last may be 1); query i sees keys from i + first to i + last, None being open.
+    """
+
+    q: Tensor
+    k: Tensor
+    scale: float | Tensor
+    mask: Tensor | None = None
+    first: int | None = None
+    last: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    how: str = "fused"
+    # The part of the call's scale that q and k already hold: torch multiplies each by its root.
+    folded: float = 1.0
+    q_lineage: Lineage | None = None
+    k_lineage: Lineage | None = None
+    # Query i stands at key i + first_position; None where queries and keys are of different sequences.
+    first_position: int | None = field(default=None)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """B, H, L, S."""
+        batch, heads, queries = self.q.shape[:3]
+        return batch, heads, queries, self.k.shape[-2]
+
+
+def four_axes(x: Tensor) -> Tensor:
+    """`[L, D]`, `[H, L, D]` or `[..., H, L, D]` as `[B, H, L, D]`."""
+    if x.ndim < 4:
+        return x.reshape((1,) * (4 - x.ndim) + tuple(x.shape))
+    return x if x.ndim == 4 else x.flatten(0, x.ndim - 4)
+
+
+def measure(call: SeenCall, sample_rows: int | None) -> AttentionStatistics:
+    """The statistics of every row (or of a sample) from one pass of sqrtdk's own operation; no scores are kept."""
+    given: dict[str, Any] = {}
+    if call.last is not None:
+        given = {"causal": True, "causal_offset": call.last}
+        if call.first is not None:
+            given["window"] = (call.last - call.first, None)
+    elif call.first is not None:
+        given = {"window": (0, None), "causal_offset": call.first}
+    with without_modes(), torch.no_grad(), torch.autocast(call.q.device.type, enabled=False):
+        q, k = call.q.detach(), call.k.detach()
+        if q.dtype != k.dtype:
+            q, k = q.float(), k.float()
+        seen = attention(
+            q,
+            k,
+            k[..., :1],
+            scale=call.scale,
+            mask=None if call.mask is None else close_masked(call.mask.detach(), q.dtype),
+            softcap=call.softcap,
+            sinks=None if call.sinks is None else call.sinks.detach(),
+            sample_rows=None if sample_rows is None or sample_rows >= q.shape[-2] else sample_rows,
+            **given,
+        )
+    assert seen.statistics is not None
+    return seen.statistics
+
+
+def close_masked(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mask with −inf in place of finite numbers that mean it, boolean if it adds nothing else."""
+    if mask.dtype == torch.bool:
+        return mask
+    hidden = mask <= MASKED_BELOW
+    if bool(((mask == 0) | hidden).all()):
+        return ~hidden
+    return mask.masked_fill(hidden, -torch.inf).to(dtype)
+
+
+def weigh(call: SeenCall, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The weights `[B, H, n, S]` of some query positions and their largest |logit|, worked out the long way.
+
+    It is what a model's own weights are compared with, so it shares no code with the operation.
+    """
+    q = call.q.index_select(-2, rows)
+    wide = torch.promote_types(torch.promote_types(q.dtype, call.k.dtype), torch.float32)
+    groups = q.shape[1] // call.k.shape[1]
+    k = call.k if groups == 1 else call.k.repeat_interleave(groups, dim=1)
+    logits = q.to(wide) @ k.to(wide).transpose(-1, -2)
+    scale = call.scale
+    if isinstance(scale, Tensor):
+        scale = scale.to(wide)
+        if scale.shape[-1] > 1:
+            scale = scale.index_select(-1, rows)
+        scale = scale[..., None]
+    logits = logits * scale
+    if call.softcap is not None:
+        logits = call.softcap * torch.tanh(logits / call.softcap)
+    if call.mask is not None:
+        mask = call.mask if call.mask.shape[-2] == 1 else call.mask.index_select(-2, rows)
+        mask = close_masked(mask, wide)
+        logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
+    key = torch.arange(logits.shape[-1], device=rows.device)
+    if call.last is not None:
+        logits = logits.masked_fill(key > rows[:, None] + call.last, -torch.inf)
+    if call.first is not None:
+        logits = logits.masked_fill(key < rows[:, None] + call.first, -torch.inf)
+    largest = logits.masked_fill(logits == -torch.inf, 0).abs().amax()
+    if call.sinks is not None:
+        sinks = call.sinks.to(wide).reshape(1, -1, 1, 1).expand(*logits.shape[:-1], 1)
+        logits = torch.cat([logits, sinks], dim=-1)
+    weights = torch.softmax(logits, dim=-1)[..., : call.k.shape[-2]]
+    return weights, largest

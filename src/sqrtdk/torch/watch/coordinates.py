@@ -1,0 +1,154 @@
+"""Where the entries of a view lie among the rows and keys of the product that they came from.
+
+A product q·kᵀ of N batches of L queries and S keys has N·L rows of S entries. Whatever a model does with it before its
+softmax (split heads, transpose, expand, slice), an axis of the result steps through rows or through keys by a constant
+number. So an axis is a `Step`, and no scores have to be copied to know whose they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class UnevenError(Exception):
+    """A view that does not step evenly through rows or keys."""
+
+
+class Step(NamedTuple):
+    """By how many rows and by how many keys an axis moves."""
+
+    row: int
+    key: int
+
+    def times(self, factor: int) -> Step:
+        """The step of every `factor`-th entry."""
+        return Step(self.row * factor, self.key * factor)
+
+
+STILL = Step(0, 0)
+
+
+@dataclass(frozen=True)
+class Place:
+    """The rows and keys of a tensor: a step per axis, and the row and key of its first entry."""
+
+    shape: tuple[int, ...]
+    steps: tuple[Step, ...]
+    start: Step = STILL
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A place together with the memory it lies in, so that views of that memory can be placed too."""
+
+    place: Place
+    strides: tuple[int, ...]
+    offset: int
+
+    @staticmethod
+    def of(tensor: Tensor, place: Place) -> Layout:
+        """A tensor that is dense in memory, and its place."""
+        return Layout(place, tensor.stride(), int(tensor.storage_offset()))
+
+    def locate(self, view: Tensor) -> Place:
+        """The place of a view of the same memory.
+
+        Raises:
+            UnevenError: an axis of the view does not step evenly.
+        """
+        offset = int(view.storage_offset())
+        if (tuple(view.shape), view.stride(), offset) == (self.place.shape, self.strides, self.offset):
+            return self.place
+        axes = sorted(
+            (
+                (stride, size, step)
+                for stride, size, step in zip(self.strides, self.place.shape, self.place.steps, strict=True)
+                if size > 1 and stride > 0
+            ),
+            key=lambda axis: -axis[0],
+        )
+        steps = tuple(
+            STILL if size == 1 or stride == 0 else _step_of(size, stride, axes)
+            for size, stride in zip(view.shape, view.stride(), strict=True)
+        )
+        return Place(tuple(view.shape), steps, self._first(offset - self.offset, axes))
+
+    def _first(self, ahead: int, axes: list[tuple[int, int, Step]]) -> Step:
+        row, key = self.place.start
+        for stride, size, step in axes:
+            index = min(ahead // stride, size - 1) if ahead > 0 else 0
+            ahead -= index * stride
+            row, key = row + index * step.row, key + index * step.key
+        if ahead:
+            raise UnevenError
+        return Step(row, key)
+
+
+def _step_of(size: int, stride: int, axes: list[tuple[int, int, Step]]) -> Step:
+    """The step of one axis of a view, which may be part of an axis in memory or several axes merged."""
+    at = next((i for i, axis in enumerate(axes) if axis[0] <= stride), None)
+    if at is None or stride % axes[at][0]:
+        raise UnevenError
+    inner, capacity, step = axes[at]
+    factor = stride // inner
+    while (size - 1) * factor >= capacity:
+        at -= 1
+        if at < 0:
+            raise UnevenError
+        outer, outer_size, outer_step = axes[at]
+        if outer != inner * capacity or outer_step != step.times(capacity):
+            raise UnevenError
+        capacity *= outer_size
+    return step.times(factor)
+
+
+def stride_along(step: Step, size: int, place: Place, strides: tuple[int, ...]) -> int:
+    """How far apart in memory a tensor at `place` holds entries that are `step` apart: 0 where it is broadcast.
+
+    Raises:
+        UnevenError: the axis asked for crosses several axes of the tensor that do not follow on each other.
+    """
+    if step == STILL or size == 1:
+        return 0
+    by_key = step.key != 0
+    wanted = step.key if by_key else step.row
+    axes = sorted(
+        (
+            (own.key if by_key else own.row, count, stride)
+            for own, count, stride in zip(place.steps, place.shape, strides, strict=True)
+            if count > 1 and (own.key if by_key else own.row) > 0 and (own.row if by_key else own.key) == 0
+        ),
+        key=lambda axis: -axis[0],
+    )
+    at = next((i for i, axis in enumerate(axes) if axis[0] <= wanted), None)
+    if at is None or wanted % axes[at][0]:
+        raise UnevenError
+    inner, capacity, stride = axes[at]
+    factor = wanted // inner
+    while (size - 1) * factor >= capacity:
+        at -= 1
+        if at < 0 or axes[at][0] != inner * capacity or axes[at][2] != stride * capacity:
+            raise UnevenError
+        capacity *= axes[at][1]
+    return stride * factor
+
+
+def swap(place: Place, queries: int, keys: int) -> Place:
+    """The same place in a product of keys and queries instead: what was a row is now a key."""
+
+    def turn(step: Step) -> Step:
+        if step.key:
+            if step.row:
+                raise UnevenError
+            return Step(step.key, 0)
+        if step.row % queries == 0:
+            return Step(step.row // queries * keys, 0)
+        if step.row < queries:
+            return Step(0, step.row)
+        raise UnevenError
+
+    batch, query = divmod(place.start.row, queries)
+    return replace(place, steps=tuple(map(turn, place.steps)), start=Step(batch * keys + place.start.key, query))

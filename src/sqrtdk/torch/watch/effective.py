@@ -1,0 +1,97 @@
+"""The scale that a layer really uses: what multiplies the product of its projections' outputs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sqrtdk.torch.internals import without_modes
+from sqrtdk.torch.watch.calls import SeenCall
+from sqrtdk.torch.watch.lineage import Ratio, ratio_of
+
+
+@dataclass(frozen=True)
+class ScaleRecord:
+    """The scale of one layer, measured from the running model.
+
+    Attributes:
+        layer: module path.
+        d_k: width of the head vectors, columns that are zero in all queries and keys left out.
+        at_the_call: what multiplies q·kᵀ; None if it differs between heads or rows.
+        before_the_call: what q and k were multiplied by after their projections, together; None if it cannot be told.
+        effective: the product of both; of the normalised vectors if `normalised`.
+        normalised: whether q or k passes a norm after its projection.
+        softcap: the soft cap of the scores.
+        how: how `before_the_call` was obtained: "exact" (multiplied by numbers that were seen) or "lengths".
+        reason: why a number is None.
+    """
+
+    layer: str
+    d_k: int
+    at_the_call: float | None
+    before_the_call: float | None
+    effective: float | None
+    normalised: bool
+    softcap: float | None
+    how: str
+    reason: str | None
+
+    def as_json(self) -> dict[str, Any]:
+        """The record as numbers, texts and null."""
+        return asdict(self)
+
+
+def read_scale(path: str, call: SeenCall) -> ScaleRecord:
+    """The scale record of a call."""
+    with without_modes(), torch.no_grad():
+        dimension = _count_columns(call.q, call.k)
+        # torch multiplies both by the root of its scale.
+        half = math.sqrt(call.folded)
+        q, k = ratio_of(call.q, call.q_lineage, half), ratio_of(call.k, call.k_lineage, half)
+        at_the_call, reasons = _read_factor(call)
+    normalised = q.normalised or k.normalised
+    before, how = _join(q, k)
+    if before is None:
+        reasons += [f"{name}: {side.reason}" for name, side in (("q", q), ("k", k)) if side.reason is not None]
+    factor = 1.0 if normalised and before is None else before
+    return ScaleRecord(
+        path,
+        dimension,
+        at_the_call,
+        before,
+        None if at_the_call is None or factor is None else at_the_call * factor,
+        normalised,
+        call.softcap,
+        how,
+        "; ".join(dict.fromkeys(reasons)) or None,
+    )
+
+
+def _join(q: Ratio, k: Ratio) -> tuple[float | None, str]:
+    if q.factor is None or k.factor is None:
+        return None, ""
+    return q.factor * k.factor, "exact" if q.how == k.how == "exact" else "lengths"
+
+
+def _read_factor(call: SeenCall) -> tuple[float | None, list[str]]:
+    if not isinstance(call.scale, Tensor):
+        return call.scale * call.folded, []
+    least, largest = float(call.scale.min()), float(call.scale.max())
+    if least == largest:
+        return least * call.folded, []
+    return None, [f"the scale at the call is a tensor from {least:.6g} to {largest:.6g}"]
+
+
+def _count_columns(q: Tensor, k: Tensor) -> int:
+    """dₖ without the columns that are zero everywhere in q or in k, as padding to a faster width leaves them."""
+    if not q.numel() or not k.numel():
+        return q.shape[-1]
+    # A column of padding is at the end: one look tells that there is none.
+    if bool(q[..., -1].any()) and bool(k[..., -1].any()):
+        return q.shape[-1]
+    used = q.flatten(0, -2).any(dim=0) & k.flatten(0, -2).any(dim=0)
+    return int(used.sum()) or q.shape[-1]

@@ -1,0 +1,145 @@
+"""Attention that is one operation: the arguments of torch's and sqrtdk's own, read as calls."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from sqrtdk.call import OPEN_ABOVE, OPEN_BELOW
+from sqrtdk.statistics import AttentionStatistics
+from sqrtdk.torch.watch.calls import SeenCall, four_axes
+from sqrtdk.torch.watch.lineage import Lineage
+
+Arguments = dict[str, Any]
+OWN = "sqrtdk::forward"
+
+
+def _read_torch(given: Arguments) -> list[SeenCall]:
+    """The fused kernels behind F.scaled_dot_product_attention: q `[B, H, L, D]`, causal from the start."""
+    q, k = given["query"], given["key"]
+    mask = given.get("attn_mask", given.get("attn_bias"))
+    scale = given.get("scale")
+    return [
+        SeenCall(
+            four_axes(q),
+            four_axes(k),
+            1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
+            mask=None if mask is None else four_axes(mask),
+            last=0 if given.get("is_causal") else None,
+        )
+    ]
+
+
+def _read_own(given: Arguments) -> list[SeenCall]:
+    """sqrtdk's operation: everything is said by its arguments."""
+    if not given["value"].shape[-1]:
+        return []  # a look at some rows of a call that is seen as well
+    q = given["query"]
+    scale, sinks, mask = given["scale"], given["sinks"], given["mask"]
+    factor: float | Tensor = given["factor"]
+    if scale is not None:
+        factor = _pad(scale, 3)
+    return [
+        SeenCall(
+            four_axes(q),
+            four_axes(given["key"]),
+            factor,
+            mask=None if mask is None else four_axes(mask),
+            first=None if given["first"] == OPEN_BELOW else given["first"],
+            last=None if given["last"] == OPEN_ABOVE else given["last"],
+            softcap=given["softcap"] or None,
+            sinks=sinks,
+            how="sqrtdk",
+        )
+    ]
+
+
+def with_statistics(func: Any, args: Any) -> Any:
+    """The arguments of sqrtdk's operation with statistics asked for: the bits of its output do not depend on them."""
+    at = [argument.name for argument in func._schema.arguments].index("statistics")
+    return (*args[:at], True, *args[at + 1 :])
+
+
+def read_statistics(result: Any) -> AttentionStatistics:
+    """The statistics that sqrtdk's operation returned with its output, as `[B, H, L]`."""
+    _, floats, counts, *_ = result
+    blocks = [x.reshape(x.shape[0], *_pad(x[0], 3).flatten(0, -3).shape) for x in (counts, floats)]
+    return AttentionStatistics.from_blocks(*blocks)
+
+
+def _pad(x: Tensor, rank: int) -> Tensor:
+    return x.reshape((1,) * (rank - x.ndim) + tuple(x.shape)) if x.ndim < rank else x
+
+
+def _read_encoder_layer(given: Arguments) -> list[SeenCall]:
+    """The encoder layer's fast path: queries and keys are projected anew from its input."""
+    x = given["src"]
+    weight, bias, heads = given["qkv_weight"], given["qkv_bias"], given["num_heads"]
+    if given["norm_first"]:
+        x = functional.layer_norm(x, (given["embed_dim"],), given["norm_weight_1"], given["norm_bias_1"], given["eps"])
+    return _project(x, x, weight, bias, heads, given["mask"], given["mask_type"])
+
+
+def _read_native(given: Arguments) -> list[SeenCall]:
+    """The fast path of nn.MultiheadAttention."""
+    weight, bias = given["qkv_weight"], given["qkv_bias"]
+    return _project(given["query"], given["key"], weight, bias, given["num_head"], given["mask"], given["mask_type"])
+
+
+def _project(
+    x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, heads: int, mask: Tensor | None, kind: int | None
+) -> list[SeenCall]:
+    """Calls from inputs `[B, L, E]` and the weight `[3·E, E]` of all three projections; one per nested sequence."""
+    if x.is_nested:
+        return [call for one in x.unbind() for call in _project(one[None], one[None], weight, bias, heads, None, None)]
+    width = weight.shape[0] // 3
+
+    def split(projected: Tensor) -> Tensor:
+        return projected.reshape(*projected.shape[:2], heads, -1).transpose(1, 2)
+
+    q = split(functional.linear(x, weight[:width], bias[:width]))
+    k = split(functional.linear(y, weight[width : 2 * width], bias[width : 2 * width]))
+    same = frozenset({0})
+    lineages = Lineage("in_proj", same), Lineage("in_proj", same if x is y else frozenset())
+    return [
+        SeenCall(
+            q,
+            k,
+            1.0 / math.sqrt(q.shape[-1]),
+            mask=_open(mask, kind),
+            how="fast path",
+            q_lineage=lineages[0],
+            k_lineage=lineages[1],
+        )
+    ]
+
+
+def _open(mask: Tensor | None, kind: int | None) -> Tensor | None:
+    """The fast path's mask (True or −inf: hidden) as sqrtdk's: type 0 is `[L, S]`, 1 `[B, S]`, 2 `[B, H, L, S]`."""
+    if mask is None:
+        return None
+    mask = mask.logical_not() if mask.dtype == torch.bool else mask
+    return mask[:, None, None, :] if kind == 1 else four_axes(mask)
+
+
+FUSED: dict[str, Callable[[Arguments], list[SeenCall]]] = {
+    **{
+        f"aten::_scaled_dot_product_{kind}": _read_torch
+        for kind in (
+            "flash_attention_for_cpu",
+            "flash_attention",
+            "efficient_attention",
+            "cudnn_attention",
+            "fused_attention_overrideable",
+        )
+    },
+    OWN: _read_own,
+    "aten::_transformer_encoder_layer_fwd": _read_encoder_layer,
+    "aten::_native_multi_head_attention": _read_native,
+}
+"""How each fused operation is read."""

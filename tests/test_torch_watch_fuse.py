@@ -1,0 +1,172 @@
+"""Watching with sqrtdk's own attention in place of the model's."""
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import sqrtdk
+from sqrtdk.torch import watch
+from torch_watched import BATCH, DIMENSION, HEADS, TOKENS, WIDTH, ByHand, Fused, Stack, make_input
+
+
+def build(make, *args, seed=0, **kwargs):
+    torch.manual_seed(seed)
+    return make(*args, **kwargs)
+
+
+def same_statistics(one, two):
+    assert list(one.layers) == list(two.layers)
+    for path, summary in one.layers.items():
+        for name in ("entropy", "score_max", "visible_keys"):
+            np.testing.assert_allclose(summary[name].mean, two.layers[path][name].mean, rtol=1e-5)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left():
+    before = (
+        functional.scaled_dot_product_attention,
+        functional.multi_head_attention_forward,
+        torch.backends.mha.get_fastpath_enabled(),
+    )
+    yield
+    after = (
+        functional.scaled_dot_product_attention,
+        functional.multi_head_attention_forward,
+        torch.backends.mha.get_fastpath_enabled(),
+    )
+    assert after == before
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_torchs_attention_is_computed_by_sqrtdk(gradients, monkeypatch):
+    model, x = build(Stack, Fused(), Fused()), make_input()
+    present = torch.ones(BATCH, TOKENS, dtype=torch.long)
+    present[1, 4:] = 0
+    with torch.set_grad_enabled(gradients):
+        expected = model(x, attention_mask=present)
+        with watch(model) as passive:
+            model(x, attention_mask=present)
+        calls = []
+        monkeypatch.setattr(sys.modules["sqrtdk.torch.watch.recognise"], "measure", lambda *given: calls.append(given))
+        with watch(model, fuse=True) as seen:
+            output = model(x, attention_mask=present)
+    assert calls == []  # statistics come from the pass that computes
+    assert torch.allclose(output, expected, atol=1e-5)
+    same_statistics(seen, passive)
+    assert seen.notes == []
+
+
+def test_gradients_flow_through_the_fused_attention():
+    model, x = build(Stack, Fused(), Fused()), make_input()
+    model(x).square().sum().backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    with watch(model, fuse=True):
+        model(x).square().sum().backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert torch.allclose(parameter.grad, gradient, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("average", [True, False])
+def test_multihead_attention(need_weights, average):
+    model = build(nn.MultiheadAttention, WIDTH, HEADS, batch_first=True).eval()
+    x = make_input()
+    hidden = torch.zeros(BATCH, TOKENS, dtype=torch.bool)
+    hidden[0, 5:] = True
+    given = {"need_weights": need_weights, "average_attn_weights": average, "key_padding_mask": hidden}
+    with torch.no_grad():
+        expected, expected_weights = model(x, x, x, **given)
+        with watch(model, fuse=True) as seen:
+            output, weights = model(x, x, x, **given)
+    assert torch.allclose(output, expected, atol=1e-6)
+    assert weights is expected_weights is None or torch.allclose(weights, expected_weights, atol=1e-6)
+    assert seen.notes == []
+    np.testing.assert_array_equal(seen.layers[""].rows_seen, int((~hidden).sum()))
+
+
+def test_an_encoder_whose_fast_path_is_switched_off_meanwhile():
+    layer = build(nn.TransformerEncoderLayer, WIDTH, HEADS, 32, batch_first=True).eval()
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    with torch.no_grad():
+        expected = model(make_input())
+        with watch(model, fuse=True) as seen:
+            output = model(make_input())
+    assert torch.allclose(output, expected, atol=1e-5)
+    assert list(seen.layers) == ["layers.0.self_attn", "layers.1.self_attn"]
+    assert seen.notes == []
+
+
+def test_attention_by_hand_stays_and_is_listed():
+    model, x = build(Stack, ByHand(), Fused()), make_input()
+    expected = model(x)
+    with watch(model, fuse=True) as seen:
+        output = model(x)
+    assert torch.allclose(output, expected, atol=1e-5)
+    assert list(seen.layers) == ["layers.0", "layers.1"]
+    assert seen.notes == ["not fused: layers.0 stays as the model computes it, and is measured beside it"]
+    with (
+        pytest.raises(sqrtdk.SqrtdkError, match=r"scale cannot reach the attention of layers\.0"),
+        watch(model, fuse=True, scale=0.1),
+    ):
+        model(x)
+    assert torch.equal(model(x), expected)
+
+
+class OnTheQuery(Fused):
+    """The scale multiplied into the query, as in Whisper."""
+
+    def forward(self, x, attention_mask=None):
+        q, k, v = (self.split(f(x)) for f in (self.q_proj, self.k_proj, self.v_proj))
+        output = functional.scaled_dot_product_attention(q * DIMENSION**-0.5, k, v, is_causal=True, scale=1.0)
+        return output.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("make", [Fused, OnTheQuery])
+@pytest.mark.parametrize("scale", [0.3, "inverse"])
+def test_scale_replaces_the_effective_scale(make, scale):
+    model, x = build(make), make_input()
+    with watch(model, fuse=True, scale=scale) as seen:
+        output = model(x)
+    q, k, v = (model.split(f(x)) for f in (model.q_proj, model.k_proj, model.v_proj))
+    number = scale if isinstance(scale, float) else 1 / DIMENSION
+    expected = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=number).transpose(1, 2).flatten(2)
+    assert torch.allclose(output, expected, atol=1e-5)
+    assert not torch.allclose(output, model(x), atol=1e-3)
+    rows = sqrtdk.torch.attention(q, k, v, causal=True, scale=number).statistics
+    np.testing.assert_allclose(seen.layers[""]["entropy"].mean, sqrtdk.HeadSummary.of(rows)["entropy"].mean, rtol=1e-4)
+
+
+def test_a_factor_that_cannot_be_told_is_refused():
+    class ByPosition(Fused):
+        def forward(self, x, attention_mask=None):
+            q, k, v = (self.split(f(x)) for f in (self.q_proj, self.k_proj, self.v_proj))
+            q = q * torch.arange(1.0, TOKENS + 1)[:, None]
+            return functional.scaled_dot_product_attention(q, k, v)
+
+    model = build(ByPosition)
+    with (
+        pytest.raises(sqrtdk.SqrtdkError, match="what multiplies q before the call cannot be told"),
+        watch(model, fuse=True, scale=0.3),
+    ):
+        model(make_input())
+
+
+def test_calls_outside_the_model_are_torchs_own():
+    model, q = build(Fused), torch.randn(1, 2, 6, 8)
+    expected = functional.scaled_dot_product_attention(q, q, q)
+    with watch(model, fuse=True, scale=5.0) as seen:
+        assert torch.equal(functional.scaled_dot_product_attention(q, q, q), expected)
+    assert seen.layers == {}
+
+
+def test_every_call_is_fused_and_some_are_measured():
+    model, x = build(Fused), make_input()
+    with watch(model, fuse=True, scale=0.3, every=2) as seen:
+        outputs = [model(x) for _ in range(4)]
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+    np.testing.assert_array_equal(seen.layers[""].rows_seen, 2 * BATCH * TOKENS)

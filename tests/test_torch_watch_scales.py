@@ -1,0 +1,295 @@
+"""The effective scale: what multiplies the product of the projections' outputs, wherever a model applies it."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from sqrtdk.torch import watch
+from torch_watched import DIMENSION, HEADS, TOKENS, WIDTH, ByHand, make_input
+
+RIGHT = DIMENSION**-0.5
+
+
+class Scaled(ByHand):
+    """Causal attention by torch's operation, with what a test does to q and k before it and the scale it asks for."""
+
+    def __init__(self, prepare=None, scale=None, project=nn.Linear):
+        super().__init__()
+        if project is not nn.Linear:
+            self.q_proj, self.k_proj = project(WIDTH, WIDTH), project(WIDTH, WIDTH)
+        self.prepare = prepare
+        self.scale = scale
+
+    def forward(self, x, attention_mask=None):
+        q, k, v = (self.split(f(x)) for f in (self.q_proj, self.k_proj, self.v_proj))
+        if self.prepare is not None:
+            q, k = self.prepare(q, k)
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+
+
+def rotate(x, factor=1.0, width=None):
+    """Rotary embedding in halves, times a factor as YaRN has it, of the first columns alone if `width` says so."""
+    width = width or x.shape[-1]
+    turned, kept = x[..., :width], x[..., width:]
+    angles = torch.arange(x.shape[-2])[:, None] / 10.0 ** (2 * torch.arange(width // 2) / width)
+    cos, sin = (f(torch.cat([angles, angles], -1)) * factor for f in (torch.cos, torch.sin))
+    first, second = turned.chunk(2, dim=-1)
+    return torch.cat([turned * cos + torch.cat([-second, first], -1) * sin, kept], -1)
+
+
+def rotate_complex(x):
+    angles = torch.arange(x.shape[-2])[:, None] * torch.arange(1, x.shape[-1] // 2 + 1)
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles.float()), angles.float())).flatten(-2)
+
+
+def record_of(model, *args):
+    torch.manual_seed(3)
+    with watch(model) as seen:
+        model(*(args or (make_input(),)))
+    (record,) = seen.scales
+    return record
+
+
+CASES = {
+    "by default": (None, None, RIGHT, 1.0),
+    "omitted": (None, 1.0, 1.0, 1.0),
+    "on the query, call without (Whisper, OPT, ESM)": (lambda q, k: (q * RIGHT, k), 1.0, 1.0, RIGHT),
+    "applied twice": (lambda q, k: (q * RIGHT, k), None, RIGHT, RIGHT),
+    "half on each": (lambda q, k: (q * RIGHT**0.5, k / RIGHT**-0.5), 1.0, 1.0, RIGHT),
+    "of the model's width": (None, WIDTH**-0.5, WIDTH**-0.5, 1.0),
+    "rotated": (lambda q, k: (rotate(q), rotate(k)), None, RIGHT, 1.0),
+    "rotated as complex numbers": (lambda q, k: (rotate_complex(q), rotate_complex(k)), None, RIGHT, 1.0),
+    "rotated in part": (lambda q, k: (rotate(q, width=2), rotate(k, width=2)), None, RIGHT, 1.0),
+    "YaRN": (lambda q, k: (rotate(q, 1.1386), rotate(k, 1.1386)), None, RIGHT, 1.1386**2),
+    "scaled, then rotated": (lambda q, k: (rotate(q * RIGHT), rotate(k)), 1.0, 1.0, RIGHT),
+    "a number in a tensor": (lambda q, k: (q * torch.tensor(0.25), k), 1.0, 1.0, 0.25),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_factors_before_and_at_the_call(name):
+    prepare, scale, at_the_call, before = CASES[name]
+    record = record_of(Scaled(prepare, scale))
+    assert record.at_the_call == pytest.approx(at_the_call, rel=1e-6)
+    assert record.before_the_call == pytest.approx(before, rel=1e-4)
+    assert record.effective == pytest.approx(at_the_call * before, rel=1e-4)
+    assert (record.d_k, record.normalised, record.softcap, record.reason) == (DIMENSION, False, None, None)
+
+
+def normalise(x):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        normalise,
+        lambda x: functional.normalize(x, dim=-1),
+        lambda x: functional.rms_norm(x, (DIMENSION,)),
+        nn.LayerNorm(DIMENSION),
+    ],
+)
+def test_norms_are_told_from_factors(norm):
+    record = record_of(Scaled(lambda q, k: (rotate(norm(q)), rotate(norm(k)))))
+    assert record.normalised
+    assert record.before_the_call is None
+    assert record.effective == pytest.approx(RIGHT)
+    assert "normalised" in record.reason
+
+
+def test_a_norm_over_all_heads_is_a_norm():
+    class OverAll(Scaled):
+        def __init__(self):
+            super().__init__()
+            self.q_norm = nn.RMSNorm(WIDTH)
+
+        def forward(self, x):
+            q, k, v = self.q_norm(self.q_proj(x)), self.k_proj(x), self.v_proj(x)
+            return functional.scaled_dot_product_attention(*(self.split(one) for one in (q, k, v)))
+
+    assert record_of(OverAll()).normalised
+
+
+def test_where_it_cannot_be_told_it_says_why():
+    by_position = 1 + 0.1 * torch.arange(TOKENS)[:, None]
+    record = record_of(Scaled(lambda q, k: (q * by_position, k)))
+    assert record.effective is None
+    assert not record.normalised
+    assert record.reason.startswith("q: its vectors are multiplied by 1 to 1.6 after their projection")
+
+    class WithoutProjection(nn.Module):
+        def forward(self, q, k):
+            return functional.scaled_dot_product_attention(q, k, k)
+
+    record = record_of(WithoutProjection(), *torch.randn(2, 1, 2, 5, 8))
+    assert record.at_the_call == pytest.approx(8**-0.5)
+    assert record.effective is None
+    assert record.reason == "q: no projection was seen before it; k: no projection was seen before it"
+
+
+def test_a_scale_per_head_is_not_one_number():
+    class PerHead(ByHand):
+        def forward(self, x, attention_mask=None):
+            q, k, v = (self.split(f(x)) for f in (self.q_proj, self.k_proj, self.v_proj))
+            scores = functional.normalize(q, dim=-1) @ functional.normalize(k, dim=-1).transpose(-1, -2)
+            weights = (scores * torch.arange(1.0, HEADS + 1)[:, None, None]).softmax(-1)
+            return (weights @ v).transpose(1, 2).flatten(2)
+
+    record = record_of(PerHead())
+    assert record.at_the_call is None
+    assert record.normalised
+    assert "from 1 to 4" in record.reason
+
+
+class Adapted(nn.Module):
+    """A projection with a low-rank adapter beside it."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.base_layer, self.down, self.up = nn.Linear(inputs, outputs), nn.Linear(inputs, 2), nn.Linear(2, outputs)
+
+    def forward(self, x):
+        return self.base_layer(x) + 2.0 * self.up(self.down(functional.dropout(x, 0.1)))
+
+
+class Quantised(nn.Module):
+    """Weights of eight bits with a scale per row, activations with a scale per token."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        weight = torch.randn(outputs, inputs)
+        self.register_buffer("scales", weight.abs().amax(1) / 127)
+        self.register_buffer("weight", (weight / self.scales[:, None]).round().to(torch.int8))
+
+    def forward(self, x):
+        by_token = x.abs().amax(-1, keepdim=True) / 127
+        return functional.linear((x / by_token).round(), self.weight.to(x.dtype)) * by_token * self.scales
+
+
+@pytest.mark.parametrize("project", [Adapted, Quantised])
+def test_the_outermost_projection_counts(project):
+    record = record_of(Scaled(lambda q, k: (q * RIGHT, rotate(k)), 1.0, project))
+    assert record.before_the_call == pytest.approx(RIGHT, rel=1e-4)
+    assert record.effective == pytest.approx(RIGHT, rel=1e-4)
+
+
+class FusedProjection(nn.Module):
+    """q, k and v from one matrix, head by head (GPT-NeoX, BLOOM), scaled in place of the call."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (HEADS, 3, DIMENSION)).unbind(-2)
+        q, k, v = (one.transpose(1, 2) for one in (q, k, v))
+        scores = rotate(q) @ rotate(k).transpose(-1, -2)
+        return (scores / math.sqrt(DIMENSION)).softmax(-1) @ v
+
+
+def test_a_fused_projection():
+    record = record_of(FusedProjection())
+    assert (record.at_the_call, record.d_k) == (RIGHT, DIMENSION)
+    assert record.before_the_call == pytest.approx(1.0, rel=1e-4)
+
+
+class Latent(nn.Module):
+    """Attention of DeepSeek's kind: a part without rotation from a latent vector, a rotated part that heads share."""
+
+    def __init__(self, factor=1.0, scale=None):
+        super().__init__()
+        self.q_a, self.q_b = nn.Linear(WIDTH, 8), nn.Linear(8, HEADS * 12)
+        self.kv_a, self.kv_b = nn.Linear(WIDTH, 6 + 4), nn.Linear(6, HEADS * (8 + 8))
+        self.q_norm, self.kv_norm = nn.RMSNorm(8), nn.RMSNorm(6)
+        self.factor, self.scale = factor, scale
+
+    def forward(self, x):
+        q = self.q_b(self.q_norm(self.q_a(x))).unflatten(-1, (HEADS, 12)).transpose(1, 2)
+        latent, shared = self.kv_a(x).split([6, 4], dim=-1)
+        k, v = self.kv_b(self.kv_norm(latent)).unflatten(-1, (HEADS, 16)).transpose(1, 2).split([8, 8], dim=-1)
+        shared = rotate(shared[:, None], self.factor).expand(-1, HEADS, -1, -1)
+        q = torch.cat([q[..., :8], rotate(q[..., 8:], self.factor)], -1)
+        return functional.scaled_dot_product_attention(q, torch.cat([k, shared], -1), v, scale=self.scale)
+
+
+def test_latent_attention_is_read_part_by_part():
+    record = record_of(Latent())
+    assert record.d_k == 12
+    assert record.effective == pytest.approx(12**-0.5, rel=1e-4)
+    wrong = record_of(Latent(scale=6**-0.5))
+    assert wrong.effective == pytest.approx(6**-0.5, rel=1e-4)
+    parted = record_of(Latent(factor=1.2))
+    assert parted.effective is None
+    assert "its parts are multiplied by 1 (8 columns) and 1.2 (4 columns)" in parted.reason
+
+
+def test_columns_of_padding_do_not_count():
+    def widen(q, k):
+        return functional.pad(q, (0, 4)), functional.pad(k, (0, 4))
+
+    record = record_of(Scaled(widen))
+    assert record.d_k == DIMENSION
+    assert record.effective == pytest.approx((DIMENSION + 4) ** -0.5)  # the scale of the padded width: a mistake
+
+
+def test_per_layer_factors_and_soft_cap():
+    class ByLayer(ByHand):
+        def forward(self, x, attention_mask=None):
+            q, k, v = (self.split(f(x)) for f in (self.q_proj, self.k_proj, self.v_proj))
+            scores = q @ k.transpose(-1, -2) / DIMENSION**0.5 / 3.0
+            return 2.5 * torch.tanh(scores / 2.5), v
+
+        def __call__(self, x):
+            return super().__call__(x)
+
+    class Capped(ByLayer):
+        def forward(self, x):
+            scores, v = super().forward(x)
+            return scores.softmax(-1) @ v
+
+    record = record_of(Capped())
+    assert record.softcap == pytest.approx(2.5)
+    assert record.effective == pytest.approx(RIGHT / 3.0)
+
+
+def test_a_scale_multiplied_into_the_mask_or_after_the_exponential():
+    visible = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+
+    class IntoMask(ByHand):
+        def forward(self, x):
+            q, k, v = (self.split(f(x)) for f in (self.q_proj, self.k_proj, self.v_proj))
+            bias = torch.where(visible, torch.arange(TOKENS) * 0.5, -torch.inf)
+            weights = ((q @ k.transpose(-1, -2) + bias) * RIGHT).softmax(-1)
+            self.weights = weights.detach()
+            return weights @ v
+
+    model = IntoMask()
+    assert record_of(model).effective == pytest.approx(RIGHT)
+
+    class AfterExponential(ByHand):
+        def forward(self, x):
+            q, k, v = (self.split(f(x)) for f in (self.q_proj, self.k_proj, self.v_proj))
+            scores = (q @ k.transpose(-1, -2)).masked_fill(~visible, -torch.inf)
+            exponentials = torch.exp(scores - scores.amax(-1, keepdim=True)) * RIGHT
+            return exponentials / exponentials.sum(-1, keepdim=True) @ v
+
+    assert record_of(AfterExponential()).effective == pytest.approx(1.0)
+
+
+def test_records_go_into_json():
+    record = record_of(Scaled())
+    assert record.as_json() == {
+        "layer": "",
+        "d_k": DIMENSION,
+        "at_the_call": RIGHT,
+        "before_the_call": 1.0,
+        "effective": RIGHT,
+        "normalised": False,
+        "softcap": None,
+        "how": "exact",
+        "reason": None,
+    }
