@@ -236,8 +236,10 @@ struct BackwardTile {
         const bool blind = largest == -INFINITY && sum == 0;
         const double* sink = call.sinks == nullptr ? nullptr : call.sinks + g * call.shared + r;
         const double share = 1.0 / (sum + (sink == nullptr ? 0.0 : std::exp(*sink - largest)));
-        // With a sink so large that the weights leave the range of T, float64 keeps their digits.
-        sound = sound && can_fold<T>(scale) && std::isfinite(double(T(largest))) && std::isfinite(sum) && sum > 0 &&
+        // Few rows had their maximum from scores that were added up in another order: their weights would be off by what exp
+        // makes of the difference. They, and rows whose sink makes weights leave the range of T, are done in float64.
+        const bool is_consistent = sizeof(T) == sizeof(double) || call.shared * call.queries >= few;
+        sound = sound && is_consistent && can_fold<T>(scale) && std::isfinite(double(T(largest))) && std::isfinite(sum) && sum > 0 &&
                 std::isfinite(of_row) && (sizeof(T) == sizeof(double) || share > 0x1p-100);
         top[i] = sound ? T(largest) : T(0);
         inverse[i] = sound ? T(share) : T(0);

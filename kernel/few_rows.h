@@ -18,7 +18,6 @@ namespace sqrtdk {
 namespace SQRTDK_LEVEL {
 namespace {
 
-constexpr int few = 8;           // rows of a state; the tile loop takes over from here
 constexpr int few_block = 512;   // long runs of keys and of values in turn suit the prefetcher
 
 template <class T>

@@ -17,6 +17,9 @@ namespace {  // internal linkage: the linker must not merge one level's code wit
 // Vectors a tile of queries is wide.
 constexpr int panel = 4;
 
+// Rows of a key/value head from which on they are taken in tiles; fewer go through few_rows.h, keys in lanes.
+constexpr int few = 8;
+
 template <class T>
 constexpr int tile_rows = panel * Simd<T>::lanes;
 

@@ -33,8 +33,9 @@ def _differentiate(case: Case, problem: Problem, soft: Softmax) -> dict[str, Bou
     # Beyond float64 nothing is promised.
     unknown |= (visible & (size_of_products(grad, v) > Real("1e307"))).any(axis=-1)
     p = np.where(unknown[..., None], 0, soft.weights)
-    # The kernel's backward pass takes scores anew, and of few rows in another order than the maximum it starts from.
-    p_error = np.where(unknown[..., None], 0, soft.weights_error * (2 if rounding.by_kernel else 1))
+    # The kernel's backward pass takes scores anew; of few rows in another order than the maximum it starts from.
+    is_few = rounding.by_kernel and q.shape[-2] * problem.shared < 8
+    p_error = np.where(unknown[..., None], 0, soft.weights_error * (2 if is_few else 1))
     grad_p = grad @ v.swapaxes(-1, -2)
     grad_p_error = rounding.of_sum(d_v) * size_of_products(grad, v)
     if "weights" in case.cotangents:

@@ -61,6 +61,7 @@ def attention(
         InvalidValueError, InvalidTypeError: both `SqrtdkError`, naming the argument. Whether a scale tensor or sinks
             are finite is looked up on the CPU alone.
 
+    >>> import torch
     >>> q, k, v = torch.randn(3, 2, 8, 16, 64, generator=torch.Generator().manual_seed(0))
     >>> log_scale = torch.full((8, 1), -2.0, requires_grad=True)
     >>> result = attention(q, k, v, causal=True, scale=log_scale.exp())
@@ -115,6 +116,7 @@ def scaled_dot_product_attention(
     that is not finite raise; a mask together with is_causal is their intersection; rows that see nothing are zero, with
     zero gradients; what is masked has no influence, even if it is NaN.
 
+    >>> import torch
     >>> q, k, v = torch.randn(3, 1, 8, 5, 64, generator=torch.Generator().manual_seed(0))
     >>> torch.allclose(scaled_dot_product_attention(q, k, v),
     ...                torch.nn.functional.scaled_dot_product_attention(q, k, v), atol=1e-5)
