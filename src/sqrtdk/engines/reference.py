@@ -266,7 +266,9 @@ class Tiles:
         """Blocks of rows (batch, kv head, all its query heads, query) of about BLOCK_ELEMENTS logits each."""
         batch, groups, shared, queries = self.shape
         rows_at_once = max(BLOCK_ELEMENTS // max(shared * self.call.keys, 1), 1)
-        heads_at_once = max(rows_at_once // max(queries, 1), 1)
+        # Keys and values of several heads are widened together: they are held to a like limit.
+        gathered = self.call.keys * max(self.q.shape[-1], self.v.shape[-1], 1)
+        heads_at_once = max(min(rows_at_once // max(queries, 1), 8 * BLOCK_ELEMENTS // max(gathered, 1)), 1)
         batch_at_once = max(heads_at_once // max(groups, 1), 1)
         for n in range(0, batch, batch_at_once):
             for g in range(0, groups, heads_at_once):

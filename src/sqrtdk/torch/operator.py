@@ -57,8 +57,8 @@ def _forward(*flat: Any) -> Forward:
     done = choose_engine(call, wanted, plan).forward(call, wanted, plan)
     query = call.query
     if wanted.saved and done.saved is None and query.is_cpu:
-        # The graph was traced with them: NaN says that the backward pass has to find them itself.
-        done = done._replace(saved=query.new_full((2, *call.rows), torch.nan, dtype=torch.float64))
+        # The graph was traced with them: a largest logit and a sum of 0 say that the backward pass has to find them.
+        done = done._replace(saved=query.new_zeros((2, *call.rows), dtype=torch.float64))
     if _has_exact(query, wanted) and done.exact is None:
         done = done._replace(exact=done.output.float())
     dtypes = (query.dtype, wide_dtype(query.device), torch.int64, query.dtype, torch.float64, torch.float32)
@@ -98,16 +98,15 @@ def _forward_shapes(*flat: Any) -> Forward:
 
 def _backward_shapes(*flat: Any) -> Backward:
     call, slopes = restore(flat[:-_SLOPES]), Slopes(*flat[-_SLOPES + 2 :])
-    query, mask = call.query, call.mask
+    query, mask, has_sinks = call.query, call.mask, call.sinks is not None
     rows, wide = query.shape[:-1], wide_dtype(query.device)
-    nothing = _nothing(query, torch.float64)
     return Backward(
         query.new_empty(query.shape),
         query.new_empty(call.key.shape),
         query.new_empty(call.value.shape),
-        query.new_empty(rows, dtype=wide) if slopes.scale else nothing,
-        nothing if call.sinks is None else query.new_empty(rows, dtype=wide),
-        query.new_empty(mask.shape, dtype=mask.dtype) if slopes.mask else nothing,
+        query.new_empty(rows if slopes.scale else 0, dtype=wide if slopes.scale else torch.float64),
+        query.new_empty(rows if has_sinks else 0, dtype=wide if has_sinks else torch.float64),
+        query.new_empty(mask.shape, dtype=mask.dtype) if slopes.mask else _nothing(query, torch.float64),
     )
 
 

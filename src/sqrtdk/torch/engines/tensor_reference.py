@@ -45,7 +45,7 @@ TENSOR_REFERENCE = TensorReference()
 
 
 def _as_arrays(call: Call) -> Call:
-    """The call in float64; a boolean mask stays one."""
+    """The call as arrays that share the tensors' memory, as far as NumPy has their dtype."""
     tensors = dict(zip(Call._fields[:6], map(_as_array, call[:6]), strict=True))
     return call._replace(**tensors)
 
@@ -54,7 +54,8 @@ def _as_array(tensor: Tensor | None) -> Any:
     if tensor is None:
         return None
     tensor = tensor.detach().resolve_neg()
-    return tensor.numpy() if tensor.dtype == torch.bool else tensor.double().numpy()
+    # In float64 bfloat16 is rounded once, as everything the reference gives.
+    return tensor.double().numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
 def _as_tensor(array: Any, like: Tensor | None) -> Tensor | None:
