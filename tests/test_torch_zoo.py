@@ -61,13 +61,13 @@ def wide_softmax(monkeypatch):
 def calls(monkeypatch):
     """The calls that reach the operation; `factor` spoils every scale."""
     seen = Calls()
-    monkeypatch.setattr(huggingface, "attention", seen)
+    monkeypatch.setattr(huggingface, "compute", seen)
     return seen
 
 
 class Calls:
     def __init__(self):
-        self.operation, self.factor, self.arguments = huggingface.attention, 1.0, []
+        self.operation, self.factor, self.arguments = huggingface.compute, 1.0, []
 
     def __call__(self, query, key, value, *, scale=None, **options):
         self.arguments.append(options)

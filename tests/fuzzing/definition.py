@@ -24,7 +24,7 @@ class Rounding:
     """The precision a call is computed in, and the one its results are stored in.
 
     A sum of n products is off by at most (8 + 2√n) units of the sum of their sizes: twice what the square-root law
-    of rounding errors gives, with a few roundings for what is done before and after it. exp and tanh are good to 8
+    of rounding errors gives, with a few roundings for what is done before and after it. exp is good to 8 and tanh to 12
     units, and what exp gives below the smallest normal number may be 0. Where weights are held in the working
     precision (`holds_weights`), so may be those below the smallest normal number, which a large sink makes of all.
     The kernel (`by_kernel`) gives equal keys equal logits, to the bit; a product of matrices need not.
@@ -269,7 +269,7 @@ def _soften(problem: Problem) -> Softmax:
         squashed = np.tanh(scores / cap)
         logits = cap * squashed
         further = [np.abs(cap * np.tanh((scores + sign * scores_error) / cap) - logits) for sign in (-1, 1)]
-        logits_error = np.maximum(*further) + 8 * unit * np.abs(logits) + rounding.smallest
+        logits_error = np.maximum(*further) + 12 * unit * np.abs(logits) + rounding.smallest
     if problem.bias is not None:
         logits_error = logits_error + 2 * unit * (np.abs(logits) + np.abs(problem.bias))
         logits = logits + problem.bias
@@ -328,7 +328,7 @@ def _weights_between(problem, logits, error, blind):
     most = share(high, (total_low + sink_low)[..., None] - low)
     least = share(low, (total_high + sink_high)[..., None] - high)
     interval = np.maximum(most - weights, weights - least) + rounding.of_exp * weights
-    if rounding.holds_weights:
+    if rounding.holds_weights or rounding.working == "float64":
         interval = interval + np.where(visible, rounding.smallest_normal, 0)
     own = share(sink, total)
     own_error = np.maximum(share(sink_high, total_low) - own, own - share(sink_low, total_high))
