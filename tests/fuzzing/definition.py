@@ -23,7 +23,7 @@ _FAR = Real(11000)  # e to this power is still within the range of an extended n
 class Rounding:
     """The precision a call is computed in, and the one its results are stored in.
 
-    A sum of n products is off by at most (8 + 2√n) units of the sum of their sizes: twice what the square-root law
+    A sum of n products is off by at most (12 + 2√n) units of the sum of their sizes: twice what the square-root law
     of rounding errors gives, with a few roundings for what is done before and after it. exp is good to 8 and tanh to 12
     units, and what exp gives below the smallest normal number may be 0. Where weights are held in the working
     precision (`holds_weights`), so may be those below the smallest normal number, which a large sink makes of all.
@@ -53,7 +53,7 @@ class Rounding:
         return Real(self.unit * (40 if self.holds_weights else 8))
 
     def of_sum(self, terms: int) -> Real:
-        return Real(self.unit * (8 + 2 * math.sqrt(terms)))
+        return Real(self.unit * (12 + 2 * math.sqrt(terms)))
 
     def of_storing(self, value: np.ndarray, dtype: str | None = None) -> np.ndarray:
         """Half a unit of the stored number, and half the distance between the smallest ones."""
