@@ -54,8 +54,9 @@ def _as_array(tensor: Tensor | None) -> Any:
     if tensor is None:
         return None
     tensor = tensor.detach().resolve_neg()
-    # In float64 bfloat16 is rounded once, as everything the reference gives.
-    return tensor.double().numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
+    # bfloat16 in float64 is rounded once, as all that the reference gives; zeros that torch keeps nowhere have no array.
+    is_foreign = tensor.dtype == torch.bfloat16 or (tensor.numel() and not tensor.data_ptr())
+    return tensor.double().numpy() if is_foreign else tensor.numpy()
 
 
 def _as_tensor(array: Any, like: Tensor | None) -> Tensor | None:
