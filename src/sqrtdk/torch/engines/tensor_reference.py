@@ -54,7 +54,7 @@ def _as_array(tensor: Tensor | None) -> Any:
     if tensor is None:
         return None
     tensor = tensor.detach().resolve_neg()
-    # bfloat16 in float64 is rounded once, as all that the reference gives; zeros that torch keeps nowhere have no array.
+    # bfloat16 in float64 is rounded once, as all that the reference gives; zeros that lie nowhere have no array.
     is_foreign = tensor.dtype == torch.bfloat16 or (tensor.numel() and not tensor.data_ptr())
     return tensor.double().numpy() if is_foreign else tensor.numpy()
 
