@@ -75,7 +75,7 @@ class Shown:
     """Shows itself as a table, wherever it is printed or is the last line of a notebook's cell."""
 
     def _table(self) -> Table:
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} must define _table()")
 
     def __repr__(self) -> str:
         return self._table().as_text()

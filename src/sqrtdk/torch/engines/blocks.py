@@ -121,7 +121,7 @@ def _soften(entries: Entries, tile: Tile, *, every_score: bool) -> list[tuple[Bl
 def _find_wide_rows(call: Call, block: Block, soft: Softmax, every_score: bool) -> Tensor | None:
     """Which rows `[n, g, R, l, 1]` need float64; None if none does."""
     rows = torch.zeros_like(soft.weights[..., :1], dtype=torch.bool)
-    if call.softcap and not _SMALL <= call.softcap <= _LARGE:
+    if call.has_far_softcap:
         return ~rows
     if call.scale is None:
         if _is_extreme(call.factor):
