@@ -6,6 +6,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -220,6 +221,7 @@ def test_an_interrupt_stops_the_workers_and_keeps_what_is_done(tmp_path):
 
 SCRIPT = """
 import sys
+import threading
 from pathlib import Path
 from sqrtdk.lab import AblationSpec, Lab, Processes, ablate
 
@@ -320,3 +322,32 @@ def test_ctrl_c_while_workers_start_is_one_line(tmp_path, delay):
     assert process.returncode == 130
     lines = [line for line in err.splitlines() if "training" not in line]  # progress
     assert lines == ["sqrtdk: interrupted; finished runs are in the store if one was given"]
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="signals of single threads are a matter of POSIX")
+def test_an_interrupt_that_another_thread_receives_waits_until_a_worker_has_started():
+    steps = []
+    started = threading.Event()
+    go_on = threading.Event()
+
+    def receive():
+        started.set()
+        go_on.wait(30)
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+    def start_a_worker():
+        with processes._interrupts_held():
+            steps.append("before")
+            go_on.set()
+            thread.join()
+            steps.append("after")
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    assert started.wait(30)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        start_a_worker()
+    assert steps == ["before", "after"]
+    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())

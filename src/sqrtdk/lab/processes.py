@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -96,19 +97,31 @@ class _Worker:
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Hold Ctrl-C back while a process is started, which inherits that: it imports for seconds before `_serve` runs.
+    """Hold Ctrl-C back while a process is started; the caller gets an interrupt that came meanwhile right after.
 
-    The parent gets an interrupt that came meanwhile right after.
+    Blocking the signal is for the new process, which inherits that: it imports for seconds before `_serve` runs. For
+    the caller it is not enough, since any other thread may receive the signal: a start that is broken off between fork
+    and the last byte of its data leaves a process that reads half a pickle and complains.
     """
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
     resource_tracker.ensure_running()  # it sets the mask itself when it is first started
+    interrupts: list[int] = []
+    handler = signal.getsignal(signal.SIGINT)
+    # Other threads are never interrupted; a handler that was not set from Python (None) could not be set again.
+    is_handled = threading.current_thread() is threading.main_thread() and handler is not None
+    if is_handled:
+        signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if is_handled:
+            signal.signal(signal.SIGINT, handler)
+            if interrupts:
+                signal.raise_signal(signal.SIGINT)
 
 
 def _start_worker() -> _Worker:
