@@ -13,6 +13,15 @@ PYTEST := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest
 
 comma := ,
 
+# What the package and its extras torch and report need.
+define LIST_PACKAGES
+import tomllib
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+extras = project["optional-dependencies"]
+print(*project["dependencies"], *extras["torch"], *extras["report"])
+endef
+export LIST_PACKAGES
+
 .DEFAULT_GOAL := help
 .PHONY: help setup kernel run compiler compiled test check lint test-long test-all sanitize wheel bench clean
 
@@ -34,14 +43,26 @@ help:
 	@echo "make clean     remove what the targets made"
 
 # A stamp per set of packages, renewed when what it depends on changes.
-$(VENV)/base.stamp: constraints.txt
+$(VENV)/venv.stamp: constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	touch $@
+
+$(VENV)/base.stamp: $(VENV)/venv.stamp
 	$(PIP) scikit-build-core nanobind cmake ninja
 	touch $@
 
-$(VENV)/run.stamp: $(VENV)/base.stamp pyproject.toml
-	$(PIP) --no-compile --no-build-isolation -e ".[torch,report]"
+$(VENV)/packages.stamp: $(VENV)/venv.stamp pyproject.toml
+	$(PIP) --no-compile $$($(BIN)/python -c "$$LIST_PACKAGES")
+	touch $@
+
+$(VENV)/built.stamp: $(VENV)/base.stamp pyproject.toml
+	$(PIP) --no-build-isolation --no-deps -e .
 	@cat $(KERNEL) | cksum > $(VENV)/kernel.sum
+	touch $@
+
+# torch is unpacked, on one core, while the kernel is compiled.
+$(VENV)/run.stamp: $(VENV)/venv.stamp pyproject.toml
+	+@$(MAKE) --no-print-directory -j 2 $(VENV)/packages.stamp $(VENV)/built.stamp
 	touch $@
 
 # The installed kernel is a copy: changed sources are compiled (only what changed) and installed again.

@@ -189,6 +189,24 @@ def test_processes_give_the_same_numbers_as_one(tmp_path):
 
 
 @pytest.mark.slow
+def test_workers_stay_for_the_next_sweep_and_one_that_died_meanwhile_is_replaced():
+    with make_lab(workers=2) as lab:
+        lab.run(grid(2))
+        first = sorted(child.pid for child in multiprocessing.active_children())
+        assert len(first) == 2
+        lab.run(grid(2, lr=2e-3))
+        assert sorted(child.pid for child in multiprocessing.active_children()) == first
+        os.kill(first[0], signal.SIGKILL)
+        wait_until(lambda: len(multiprocessing.active_children()) == 1, 30)
+        records = lab.run(grid(4, lr=3e-3))
+        assert [record.row["status"] for record in records] == ["done"] * 4
+        second = {child.pid for child in multiprocessing.active_children()}
+        assert len(second) == 2
+        assert second & set(first) == {first[1]}
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.slow
 def test_a_dead_worker_fails_its_run_alone():
     killed = []
 

@@ -22,6 +22,9 @@ class Executor(Protocol):
     def execute(self, sweep: Sweep) -> None:
         """Train until nothing is pending."""
 
+    def close(self) -> None:
+        """Let go of what it keeps between sweeps."""
+
 
 class Lab:
     """A place for experiments: what the store has is reused, the rest is trained by the executor.
@@ -70,7 +73,8 @@ class Lab:
         return record
 
     def close(self) -> None:
-        """Close the store."""
+        """Close the executor and the store."""
+        self.executor.close()
         self.store.close()
 
     def __enter__(self) -> Lab:

@@ -23,7 +23,7 @@ _REPORT_SECONDS = 0.2
 
 
 class Processes:
-    """Trains in processes of this machine, one thread each.
+    """Trains in processes of this machine, one thread each; they stay for the next sweep until `close`.
 
     Args:
         workers: how many; None: one per CPU that this process may use, by its affinity and its cgroup's quota. With 1
@@ -40,6 +40,7 @@ class Processes:
         if workers < 1:
             raise InvalidValueError(f"workers must be at least 1, got {workers}")
         self.workers = workers
+        self._idle: list[_Worker] = []  # importing torch takes a worker seconds: one sweep's serve the next
 
     def execute(self, sweep: Sweep) -> None:
         """Train what is pending.
@@ -49,11 +50,50 @@ class Processes:
         """
         count = min(self.workers, len(sweep.pending))
         if count > 1:
-            _run_in_processes(sweep, count)
+            self._run_in_processes(sweep, count)
             return
         while (spec := sweep.take()) is not None:
             job = spec
             sweep.finish(job, _train_guarded(job, lambda step, job=job: sweep.advance(job, step)))  # type: ignore[misc]
+
+    def close(self) -> None:
+        """End the processes; the next sweep would start new ones."""
+        while self._idle:
+            _stop(self._idle.pop())
+
+    def _run_in_processes(self, sweep: Sweep, count: int) -> None:
+        busy: list[_Worker] = []
+        try:
+            for _ in range(count):
+                self._engage(sweep, busy)
+            while busy:
+                for ready in wait([worker.connection for worker in busy]):
+                    worker = next(item for item in busy if item.connection is ready)
+                    if _hear(sweep, worker):
+                        continue
+                    busy.remove(worker)
+                    if worker.is_usable():
+                        self._idle.append(worker)
+                    else:
+                        _stop(worker)
+                    if len(busy) < len(sweep.pending):
+                        self._engage(sweep, busy)
+        finally:
+            for worker in busy:
+                _stop(worker)
+
+    def _engage(self, sweep: Sweep, busy: list[_Worker]) -> None:
+        """Let an idle worker begin, or start one, which begins when it has said that it is ready."""
+        while self._idle:
+            worker = self._idle.pop()
+            if _give_next(sweep, worker):
+                busy.append(worker)
+                return
+            if worker.is_usable():  # there is no run left for it
+                self._idle.append(worker)
+                return
+            _stop(worker)
+        busy.append(_start_worker())
 
 
 def _train_guarded(spec: RunSpec, report: Callable[[int], None]) -> RunRecord:
@@ -93,6 +133,10 @@ class _Worker:
     connection: Connection
     ready: bool = False
     spec: RunSpec | None = None
+
+    def is_usable(self) -> bool:
+        """Whether it waits for a run."""
+        return self.ready and self.spec is None and self.process.is_alive()
 
 
 @contextmanager
@@ -134,25 +178,8 @@ def _start_worker() -> _Worker:
     return _Worker(process, ours)
 
 
-def _run_in_processes(sweep: Sweep, count: int) -> None:
-    workers: list[_Worker] = []
-    try:
-        workers.extend(_start_worker() for _ in range(count))
-        while workers:
-            for ready in wait([worker.connection for worker in workers]):
-                worker = next(item for item in workers if item.connection is ready)
-                if not _hear(sweep, worker):
-                    workers.remove(worker)
-                    _stop(worker)
-                    if len(workers) < len(sweep.pending):
-                        workers.append(_start_worker())
-    finally:
-        for worker in workers:
-            _stop(worker)
-
-
 def _hear(sweep: Sweep, worker: _Worker) -> bool:
-    """Take one message from a worker and give it its next run; False when it is of no further use."""
+    """Take one message from a worker and give it its next run; False if this sweep needs it no more, or it is gone."""
     try:
         kind, content = worker.connection.recv()
     except (EOFError, OSError):
@@ -166,13 +193,19 @@ def _hear(sweep: Sweep, worker: _Worker) -> bool:
         assert worker.spec is not None
         sweep.finish(worker.spec, content)
     worker.ready = True
+    worker.spec = None
+    return _give_next(sweep, worker)
+
+
+def _give_next(sweep: Sweep, worker: _Worker) -> bool:
+    """Send a worker its next run; False if there is none, or no worker any more, whose run then waits for another."""
     worker.spec = sweep.take()
     if worker.spec is None:
         return False
     try:
         worker.connection.send(worker.spec)
     except OSError:
-        _note_death(sweep, worker)
+        sweep.pending.appendleft(worker.spec)
         return False
     return True
 
