@@ -34,7 +34,7 @@ help:
 	@echo "make test      set up and run the tests (minutes)"
 	@echo "make check     lint and the fast tests (under a minute)"
 	@echo "make test-all  make test, then the long tests (kills, browser, models of transformers)"
-	@echo "make lint      ruff, mypy, import contracts"
+	@echo "make lint      ruff, clang-format, mypy, import contracts"
 	@echo "make kernel    only compile the kernel again, if its sources changed"
 	@echo "make sanitize  the kernel's own tests under address, undefined-behaviour and thread sanitizers (minutes)"
 	@echo "make wheel     source distribution and wheel in dist/"
@@ -111,6 +111,7 @@ check: compiler setup compiled
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(wildcard kernel/*.h kernel/*.cpp kernel/tests/*.h kernel/tests/*.cpp bindings/*.h bindings/*.cpp)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

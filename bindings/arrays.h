@@ -16,7 +16,7 @@ constexpr int max_axes = 64;  // NumPy's limit
 // A borrowed view of an array; None gives one without data. What has no buffer, a torch tensor, comes as a tuple
 // (address, bytes per element, shape, strides in elements), which costs half of making it an array first.
 class View {
-public:
+  public:
     explicit View(nb::handle array, int flags = PyBUF_STRIDES) {
         buffer_.obj = nullptr;
         if (array.is_none()) {
@@ -63,7 +63,7 @@ public:
         return aligned;
     }
 
-private:
+  private:
     void read_tuple(nb::handle tuple) {
         PyObject* const shape = PyTuple_GetItem(tuple.ptr(), 2);
         PyObject* const strides = PyTuple_GetItem(tuple.ptr(), 3);
@@ -155,9 +155,14 @@ struct Arguments {
 
 // A call's strided arrays, held while it runs; cut into rounds where the leading axes lie unevenly.
 class Inputs {
-public:
+  public:
     explicit Inputs(const Arguments& given, const View* grad_output = nullptr)
-        : q_(given.q), k_(given.k), v_(given.v), scale_(given.scale), mask_(given.mask), sinks_(given.sinks),
+        : q_(given.q),
+          k_(given.k),
+          v_(given.v),
+          scale_(given.scale),
+          mask_(given.mask),
+          sinks_(given.sinks),
           scale_number_(given.scale_number) {
         problem.dtype = sqrtdk::Dtype(given.dtype);
         heads_ = q_.size(3);
@@ -176,8 +181,13 @@ public:
             problem.scale = {static_cast<const double*>(scale_.data()), 0, shared * scale_.stride(2), scale_.stride(2),
                              scale_.stride(1)};
         }
-        problem.mask = {sqrtdk::MaskKind(given.mask_kind), mask_.data(),    0,
-                        shared * mask_.stride(3),          mask_.stride(3), mask_.stride(2), mask_.stride(1)};
+        problem.mask = {sqrtdk::MaskKind(given.mask_kind),
+                        mask_.data(),
+                        0,
+                        shared * mask_.stride(3),
+                        mask_.stride(3),
+                        mask_.stride(2),
+                        mask_.stride(1)};
         problem.first = given.first;
         problem.last = given.last;
         problem.softcap = given.softcap;
@@ -213,9 +223,7 @@ public:
     }
 
     // Multiply-adds of the two products of a forward pass.
-    double size() const {
-        return double(rounds * rows) * double(problem.keys) * double(problem.d_k + problem.d_v);
-    }
+    double size() const { return double(rounds * rows) * double(problem.keys) * double(problem.d_k + problem.d_v); }
 
     // Moves the arrays of a call to those of a round; returns how far grad_output moves, in elements.
     int64_t enter(int64_t round, sqrtdk::Problem& part) const {
@@ -240,7 +248,7 @@ public:
     int64_t item;  // bytes of an element
     int64_t grad_output_n;
 
-private:
+  private:
     const View q_, k_, v_, scale_, mask_, sinks_;
     double scale_number_;
     int64_t heads_;

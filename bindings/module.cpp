@@ -40,9 +40,9 @@ sqrtdk::Statistics statistics_at(double* floats, int64_t* counts, int64_t all_ro
     return to;
 }
 
-// Asks for the GIL by `take`. At the end of the interpreter Python ends a daemon thread that asks for it, by unwinding its
-// stack (newer versions let it wait for ever); nanobind's frames and destructors do not survive that and the process would
-// abort. So the thread waits here until the process is gone.
+// Asks for the GIL by `take`. At the end of the interpreter Python ends a daemon thread that asks for it, by unwinding
+// its stack (newer versions let it wait for ever); nanobind's frames and destructors do not survive that and the
+// process would abort. So the thread waits here until the process is gone.
 template <class Take>
 void take_gil(Take take) noexcept {
     try {
@@ -56,7 +56,7 @@ void take_gil(Take take) noexcept {
 
 // The GIL is free as long as this lives.
 class ReleasedGil {
-public:
+  public:
     ReleasedGil() : thread_(PyEval_SaveThread()) {}
     ~ReleasedGil() {
         take_gil([this] { PyEval_RestoreThread(thread_); });
@@ -64,13 +64,13 @@ public:
     ReleasedGil(const ReleasedGil&) = delete;
     ReleasedGil& operator=(const ReleasedGil&) = delete;
 
-private:
+  private:
     PyThreadState* const thread_;
 };
 
 // Ctrl-C is looked for twenty times a second: taking the GIL more often would wait for other Python threads each time.
 class Interrupts {
-public:
+  public:
     static bool poll(void* context) {
         Interrupts& self = *static_cast<Interrupts*>(context);
         const auto now = std::chrono::steady_clock::now();
@@ -85,7 +85,7 @@ public:
         return self.raised_;
     }
 
-private:
+  private:
     static constexpr std::chrono::milliseconds interval{50};
     std::chrono::steady_clock::time_point next_ = std::chrono::steady_clock::now() + interval;
     bool raised_ = false;
@@ -93,17 +93,12 @@ private:
 
 void raise_unless_ok(sqrtdk::Status status, const char* level) {
     switch (status) {
-        case sqrtdk::Status::ok:
-            return;
+        case sqrtdk::Status::ok: return;
         case sqrtdk::Status::interrupted:  // PyErr_CheckSignals has set the exception
             throw nb::python_error();
-        case sqrtdk::Status::out_of_memory:
-            PyErr_NoMemory();
-            throw nb::python_error();
-        case sqrtdk::Status::unknown_dtype:
-            throw nb::value_error("the kernel has no such dtype");
-        case sqrtdk::Status::unknown_mask:
-            throw nb::value_error("the kernel has no such kind of mask");
+        case sqrtdk::Status::out_of_memory: PyErr_NoMemory(); throw nb::python_error();
+        case sqrtdk::Status::unknown_dtype: throw nb::value_error("the kernel has no such dtype");
+        case sqrtdk::Status::unknown_mask: throw nb::value_error("the kernel has no such kind of mask");
         default:
             PyErr_Format(PyExc_RuntimeError, "the kernel has no level '%s' that runs here", level);
             throw nb::python_error();
@@ -150,8 +145,8 @@ bool forward(const char* level, int threads, int dtype, nb::handle q, nb::handle
              nb::handle scale, int mask_kind, nb::handle mask, int64_t first, int64_t last, double softcap,
              nb::handle sinks, nb::handle output_array, nb::handle floats_array, nb::handle counts_array,
              uintptr_t team, nb::handle weights_array, nb::handle saved_array) {
-    const Inputs inputs({level, threads, dtype, q, k, v, scale_number, scale, mask_kind, mask, first, last, softcap,
-                         sinks, team});
+    const Inputs inputs(
+        {level, threads, dtype, q, k, v, scale_number, scale, mask_kind, mask, first, last, softcap, sinks, team});
     const View output(output_array, writable), floats(floats_array, writable), counts(counts_array, writable);
     const View weights(weights_array, writable), saved(saved_array, writable);
     if (!inputs.are_aligned()) {
@@ -181,8 +176,9 @@ bool backward(const char* level, int threads, int dtype, nb::handle q, nb::handl
     const View output(output_array, PyBUF_C_CONTIGUOUS);
     const View query(query_array, writable), key(key_array, writable), value(value_array, writable);
     const View scales(scales_array, writable), sink_rows(sink_rows_array, writable);
-    const Inputs inputs({level, threads, dtype, q, k, v, scale_number, scale, mask_kind, mask, first, last, softcap,
-                         sinks, team}, &grad_output);
+    const Inputs inputs(
+        {level, threads, dtype, q, k, v, scale_number, scale, mask_kind, mask, first, last, softcap, sinks, team},
+        &grad_output);
     if (!inputs.are_aligned() || !grad_output.is_aligned()) {
         return false;
     }
@@ -234,9 +230,9 @@ NB_MODULE(_kernel, module) {
                "One backward pass into the gradients; False if an array is not aligned to its elements.");
     module.def("levels", &list_levels, "The CPU levels compiled in, best first: (name, runs here).");
     module.def("best_level", [] { return sqrtdk::best_level(); }, "The best level that runs here.");
-    module.def("probe_fma", &sqrtdk::probe_fma, nb::arg("level"), nb::arg("threads"),
-               nb::call_guard<ReleasedGil>(), "float32 multiply-adds per second.");
-    module.def("probe_read", &sqrtdk::probe_read, nb::arg("level"), nb::arg("threads"),
-               nb::call_guard<ReleasedGil>(), "Bytes read per second.");
+    module.def("probe_fma", &sqrtdk::probe_fma, nb::arg("level"), nb::arg("threads"), nb::call_guard<ReleasedGil>(),
+               "float32 multiply-adds per second.");
+    module.def("probe_read", &sqrtdk::probe_read, nb::arg("level"), nb::arg("threads"), nb::call_guard<ReleasedGil>(),
+               "Bytes read per second.");
     module.def("pool_size", &sqrtdk::pool_size, "Worker threads alive now, the caller's left out.");
 }

@@ -13,7 +13,8 @@ namespace {
 // Memory that is cut into aligned arrays of numbers; freed when the worker is done.
 class Arena {
   public:
-    explicit Arena(size_t bytes) : start_(static_cast<char*>(std::aligned_alloc(64, (bytes + 63) / 64 * 64))), next_(start_) {}
+    explicit Arena(size_t bytes)
+        : start_(static_cast<char*>(std::aligned_alloc(64, (bytes + 63) / 64 * 64))), next_(start_) {}
     ~Arena() { std::free(start_); }
     Arena(const Arena&) = delete;
     Arena& operator=(const Arena&) = delete;

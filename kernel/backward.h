@@ -1,4 +1,5 @@
-// One backward pass on one CPU level: cuts the call into heads and splits of their queries, and adds the splits up in order.
+// One backward pass on one CPU level: cuts the call into heads and splits of their queries, and adds the splits up in
+// order.
 #pragma once
 
 #include <cstdint>
@@ -125,8 +126,12 @@ class BackwardLoop {
         const KeyValue &k = call_.k, &v = call_.v;
         const In* k_at = static_cast<const In*>(k.data) + n * k.n + g * k.g + begin * k.s;
         const In* v_at = static_cast<const In*>(v.data) + n * v.n + g * v.g + begin * v.s;
-        KeyBlock<T> block{begin, count, View<T, In>::of(k_at, k.s, k.d, count, call_.d_k, keys_),
-                          View<T, In>::of(v_at, v.s, v.d, count, call_.d_v, values_), 0, false};
+        KeyBlock<T> block{begin,
+                          count,
+                          View<T, In>::of(k_at, k.s, k.d, count, call_.d_k, keys_),
+                          View<T, In>::of(v_at, v.s, v.d, count, call_.d_v, values_),
+                          0,
+                          false};
         if (is_finite(block.keys, count, call_.d_k) && is_finite(block.values, count, call_.d_v)) return block;
         for (int64_t j = 0; j < count; ++j)
             if (!is_finite_row(block.keys.data + j * block.keys.row, block.keys.step, call_.d_k) ||
@@ -224,7 +229,8 @@ struct BackwardPass {
 
     void write_head(int64_t head, const T* at, int64_t begin, int64_t end) {
         write_sums(at, split_size(), cut.splits, key_row(), call.d_k, begin, end, to_key(head));
-        write_sums(at + call.keys * key_row(), split_size(), cut.splits, value_row(), call.d_v, begin, end, to_value(head));
+        write_sums(at + call.keys * key_row(), split_size(), cut.splits, value_row(), call.d_v, begin, end,
+                   to_value(head));
     }
 
     void reduce(int worker) {
@@ -247,7 +253,8 @@ template <class T, class In>
 Status run(const Backward& call) {
     const Cut shape = cut<T>(call);
     const int64_t heads = call.batch * call.groups, pieces = heads * shape.splits;
-    const size_t kept = shape.splits == 1 ? 0 : size_t(pieces * call.keys * (padded<T>(call.d_k) + padded<T>(call.d_v)));
+    const size_t kept =
+        shape.splits == 1 ? 0 : size_t(pieces * call.keys * (padded<T>(call.d_k) + padded<T>(call.d_v)));
     Arena arena(kept * sizeof(T) + size_t(pieces) + 128);
     if (!arena.ok()) return Status::out_of_memory;
     Work work(call, pieces);

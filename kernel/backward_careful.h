@@ -1,4 +1,5 @@
-// The gradients of one row in float64, key by key: for rows whose sums overflow, and for rows that NaN or infinity really reach.
+// The gradients of one row in float64, key by key: for rows whose sums overflow, and for rows that NaN or infinity
+// really reach.
 #pragma once
 
 #include <cmath>
@@ -15,10 +16,11 @@ namespace sqrtdk {
 namespace SQRTDK_LEVEL {
 namespace {
 
-// Writes the gradients of one row, and adds to those of the keys from `begin` on: those before have the row's part already.
-// Returns false only when memory for the row's weights is not to be had.
+// Writes the gradients of one row, and adds to those of the keys from `begin` on: those before have the row's part
+// already. Returns false only when memory for the row's weights is not to be had.
 template <class In, class T>
-bool differentiate_carefully(const Backward& call, int64_t n, int64_t g, int64_t row, int64_t begin, const KeySums<T>& sums) {
+bool differentiate_carefully(const Backward& call, int64_t n, int64_t g, int64_t row, int64_t begin,
+                             const KeySums<T>& sums) {
     const int64_t r = row / call.queries, l = row % call.queries;
     const int64_t at = ((n * call.groups + g) * call.shared) * call.queries + row;
     const Query &qs = call.q, &os = call.grad_output;
@@ -87,10 +89,13 @@ bool differentiate_carefully(const Backward& call, int64_t n, int64_t g, int64_t
         }
         const double grad_score = weights[i] * (grad_weights[i] - delta) * slopes[i];
         grad_scale += grad_score * products[i];
-        for (int64_t d = 0; d < call.d_k; ++d) grad_query[d] += scale * grad_score * double(widen(k[j * call.k.s + d * call.k.d]));
+        for (int64_t d = 0; d < call.d_k; ++d)
+            grad_query[d] += scale * grad_score * double(widen(k[j * call.k.s + d * call.k.d]));
         if (j < begin) continue;
-        for (int64_t d = 0; d < call.d_k; ++d) to_key[d] = T(to_key[d] + scale * grad_score * double(widen(q[d * qs.d])));
-        for (int64_t d = 0; d < call.d_v; ++d) to_value[d] = T(to_value[d] + weights[i] * double(widen(grad[d * os.d])));
+        for (int64_t d = 0; d < call.d_k; ++d)
+            to_key[d] = T(to_key[d] + scale * grad_score * double(widen(q[d * qs.d])));
+        for (int64_t d = 0; d < call.d_v; ++d)
+            to_value[d] = T(to_value[d] + weights[i] * double(widen(grad[d * os.d])));
     }
     using Out = decltype(widen(In()));
     In* to = static_cast<In*>(call.gradients.query) + at * call.d_k;

@@ -10,11 +10,12 @@ namespace sqrtdk {
 namespace SQRTDK_LEVEL {
 namespace {
 
-// One vector of rows, the keys of one block: scores become weights, gradients of weights become those of scores. Returns the
-// rows that did not stay finite.
+// One vector of rows, the keys of one block: scores become weights, gradients of weights become those of scores.
+// Returns the rows that did not stay finite.
 template <class T, int W, bool partial, bool adjusted>
-__attribute__((noinline)) uint64_t differentiate(T* scores, T* slopes, int64_t keys, const uint64_t* words, int at, const T* bias,
-                                                 T softcap, const T* tops, const T* inverses, const T* deltas) {
+__attribute__((noinline)) uint64_t differentiate(T* scores, T* slopes, int64_t keys, const uint64_t* words, int at,
+                                                 const T* bias, T softcap, const T* tops, const T* inverses,
+                                                 const T* deltas) {
     using S = Simd<T>;
     using Vec = typename S::Vec;
     const Vec top = S::load(tops + at), inverse = S::load(inverses + at), delta = S::load(deltas + at);

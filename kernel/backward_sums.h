@@ -24,7 +24,8 @@ void clear(T* numbers, int64_t count) {
     for (int64_t i = 0; i < count; ++i) numbers[i] = 0;
 }
 
-// Where the gradients of one head's keys and values are added up, rows of the working precision padded to whole vectors.
+// Where the gradients of one head's keys and values are added up, rows of the working precision padded to whole
+// vectors.
 template <class T>
 struct KeySums {
     T* key;
@@ -74,7 +75,8 @@ bool is_finite_row(const T* row, ptrdiff_t step, int64_t width) {
 
 // Sums of one or more splits, in order, to the gradients of the keys [begin, end) of one head.
 template <class T, class In>
-void write_sums(const T* sums, int64_t split_size, int64_t splits, int64_t row, int64_t width, int64_t begin, int64_t end, In* to) {
+void write_sums(const T* sums, int64_t split_size, int64_t splits, int64_t row, int64_t width, int64_t begin,
+                int64_t end, In* to) {
     using Out = decltype(widen(In()));
     constexpr int64_t chunk = 64;
     for (int64_t j = begin; j < end; ++j)

@@ -45,7 +45,9 @@ struct BackwardTile {
     uint64_t odd;         // rows to be done carefully,
     int64_t odd_from[W];  // from this key on
 
-    static size_t numbers(const Problem& call) { return size_t(W * (3 * padded<T>(call.d_k) + 2 * padded<T>(call.d_v))); }
+    static size_t numbers(const Problem& call) {
+        return size_t(W * (3 * padded<T>(call.d_k) + 2 * padded<T>(call.d_v)));
+    }
 
     void attach(const Problem& call, T* memory) {
         const int64_t d_k = W * padded<T>(call.d_k), d_v = W * padded<T>(call.d_v);
@@ -101,13 +103,14 @@ struct BackwardTile {
         const BlockView<T>&keys = block.keys, &values = block.values;
         Place::each_run(span, block.count, [&](int64_t j, int64_t run, int first, int vectors) {
             const int64_t at = j * W + first * S::lanes;
-            multiply<T, false>(weights + at, run, keys.data + j * keys.row, keys.row, keys.step, queries + first * S::lanes,
-                               call.d_k, vectors);
+            multiply<T, false>(weights + at, run, keys.data + j * keys.row, keys.row, keys.step,
+                               queries + first * S::lanes, call.d_k, vectors);
             multiply<T, false>(slopes + at, run, values.data + j * values.row, values.row, values.step,
                                grads + first * S::lanes, call.d_v, vectors);
         });
         uint64_t bad = 0;
-        for (int c = 0; c < panel; ++c) bad |= differentiate_vector(call, c, span.from[c], span.to[c], partial, weights, slopes);
+        for (int c = 0; c < panel; ++c)
+            bad |= differentiate_vector(call, c, span.from[c], span.to[c], partial, weights, slopes);
         if (bad != 0) {
             drop(call, bad, block.begin);
             for (int64_t j = 0; j < block.count; ++j)
@@ -126,15 +129,17 @@ struct BackwardTile {
         bool add_rows = !fresh || !reaches_rows;
         const bool add_keys = !block.fresh || reached < block.count;
         Place::each_run(span, block.count, [&](int64_t j, int64_t run, int first, int vectors) {
-            auto add = add_rows ? add_keys ? &BackwardTile::add_run<true, true> : &BackwardTile::add_run<true, false>
-                                : add_keys ? &BackwardTile::add_run<false, true> : &BackwardTile::add_run<false, false>;
+            auto add = add_rows   ? add_keys ? &BackwardTile::add_run<true, true> : &BackwardTile::add_run<true, false>
+                       : add_keys ? &BackwardTile::add_run<false, true>
+                                  : &BackwardTile::add_run<false, false>;
             (this->*add)(call, block, j, run, first, vectors, weights, slopes, sums);
             add_rows = true;
         });
         fresh = block.fresh = false;
     }
 
-    // Writes the rows' own gradients; rows whose sums overflowed join the odd ones, with nothing left to add to the keys.
+    // Writes the rows' own gradients; rows whose sums overflowed join the odd ones, with nothing left to add to the
+    // keys.
     void finish(const Backward& call) {
         const int64_t width = padded<T>(call.d_k);
         if (fresh) clear(grad_queries, width * W);
@@ -160,19 +165,22 @@ struct BackwardTile {
   private:
     // The gradients from a run of keys that the same vectors of rows see; `query` and `key`: added to those there.
     template <bool query, bool key>
-    void add_run(const Backward& call, const KeyBlock<T>& block, int64_t j, int64_t run, int first, int vectors, const T* weights,
-                 const T* slopes, const KeySums<T>& sums) {
+    void add_run(const Backward& call, const KeyBlock<T>& block, int64_t j, int64_t run, int first, int vectors,
+                 const T* weights, const T* slopes, const KeySums<T>& sums) {
         const int64_t d_k = padded<T>(call.d_k), d_v = padded<T>(call.d_v);
         const int64_t row = first * S::lanes, at = j * W + row, steps = smaller(vectors * S::lanes, rows - row);
         const BlockView<T>& keys = block.keys;
-        multiply<T, query>(grad_queries + row, call.d_k, keys.data + j * keys.row, keys.step, keys.row, slopes + at, run, vectors);
+        multiply<T, query>(grad_queries + row, call.d_k, keys.data + j * keys.row, keys.step, keys.row, slopes + at,
+                           run, vectors);
         multiply_wide<T, key>(sums.value + (block.begin + j) * sums.value_row, sums.value_row, run, weights + at, W, 1,
                               grad_rows + row * d_v, d_v, steps, d_v / S::lanes);
         multiply_wide<T, key>(sums.key + (block.begin + j) * sums.key_row, sums.key_row, run, slopes + at, W, 1,
                               query_rows + row * d_k, d_k, steps, d_k / S::lanes);
     }
 
-    int64_t output_row(const Problem& call) const { return (n * call.groups + g) * call.shared * call.queries + first_row; }
+    int64_t output_row(const Problem& call) const {
+        return (n * call.groups + g) * call.shared * call.queries + first_row;
+    }
 
     static const In* row_of(const Query& x, int64_t n, int64_t g, int64_t r, int64_t l) {
         return static_cast<const In*>(x.data) + n * x.n + g * x.g + r * x.r + l * x.l;
@@ -202,7 +210,8 @@ struct BackwardTile {
     static typename S::Vec multiply_lanes(const T* row, const In* other, int64_t step, int64_t width) {
         auto sum = S::zero();
         int64_t d = 0;
-        for (; d + S::lanes <= width; d += S::lanes) sum = S::fma(S::load(row + d), Place::load_row(other + d * step, step), sum);
+        for (; d + S::lanes <= width; d += S::lanes)
+            sum = S::fma(S::load(row + d), Place::load_row(other + d * step, step), sum);
         if (d == width) return sum;
         T rest[S::lanes] = {};
         for (int i = 0; d + i < width; ++i) rest[i] = T(widen(other[(d + i) * step]));
@@ -236,11 +245,13 @@ struct BackwardTile {
         const bool blind = largest == -INFINITY && sum == 0;
         const double* sink = call.sinks == nullptr ? nullptr : call.sinks + g * call.shared + r;
         const double share = 1.0 / (sum + (sink == nullptr ? 0.0 : std::exp(*sink - largest)));
-        // Few rows had their maximum from scores that were added up in another order: their weights would be off by what exp
-        // makes of the difference. They, and rows whose sink makes weights leave the range of T, are done in float64.
+        // Few rows had their maximum from scores that were added up in another order: their weights would be off by
+        // what exp makes of the difference. They, and rows whose sink makes weights leave the range of T, are done in
+        // float64.
         const bool is_consistent = sizeof(T) == sizeof(double) || call.shared * call.queries >= few;
-        sound = sound && is_consistent && can_fold<T>(scale) && std::isfinite(double(T(largest))) && std::isfinite(sum) && sum > 0 &&
-                std::isfinite(of_row) && (sizeof(T) == sizeof(double) || share > 0x1p-100);
+        sound = sound && is_consistent && can_fold<T>(scale) && std::isfinite(double(T(largest))) &&
+                std::isfinite(sum) && sum > 0 && std::isfinite(of_row) &&
+                (sizeof(T) == sizeof(double) || share > 0x1p-100);
         top[i] = sound ? T(largest) : T(0);
         inverse[i] = sound ? T(share) : T(0);
         if (call.gradients.sinks != nullptr) {
@@ -291,12 +302,14 @@ struct BackwardTile {
         }
     }
 
-    uint64_t differentiate_vector(const Backward& call, int c, int64_t from, int64_t to, bool partial, T* weights, T* slopes) {
+    uint64_t differentiate_vector(const Backward& call, int c, int64_t from, int64_t to, bool partial, T* weights,
+                                  T* slopes) {
         const int at = c * S::lanes;
         const bool biased = call.mask.kind > MaskKind::boolean, adjusted = biased || call.softcap > 0;
         const T* bias = biased ? place.sight.bias + from * W + at : nullptr;
-        auto step = partial ? adjusted ? differentiate<T, W, true, true> : differentiate<T, W, true, false>
-                            : adjusted ? differentiate<T, W, false, true> : differentiate<T, W, false, false>;
+        auto step = partial    ? adjusted ? differentiate<T, W, true, true> : differentiate<T, W, true, false>
+                    : adjusted ? differentiate<T, W, false, true>
+                               : differentiate<T, W, false, false>;
         return step(weights + from * W + at, slopes + from * W + at, to - from, place.sight.words + from, at, bias,
                     T(call.softcap), top, inverse, delta)
                << at;
@@ -345,7 +358,8 @@ struct BackwardTile {
                 if (i >= rows) continue;
                 const T* row = query_rows + i * padded<T>(call.d_k);
                 // A row that sees nothing may have any q.
-                if (inverse[i] != 0) dots[lane] = multiply_lanes(row, row_of(call.q, n, g, at.r, at.l), call.q.d, call.d_k);
+                if (inverse[i] != 0)
+                    dots[lane] = multiply_lanes(row, row_of(call.q, n, g, at.r, at.l), call.q.d, call.d_k);
                 at.step(i + 1 < rows);
             }
             T sums[S::lanes];

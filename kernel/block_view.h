@@ -66,7 +66,8 @@ inline Float16 narrow(float x, Float16) {
 inline float narrow(float x, float) { return x; }
 inline double narrow(double x, double) { return x; }
 
-// Whether q times the scale surely stays a normal number of type T if q is of ordinary size. Other rows are done in float64.
+// Whether q times the scale surely stays a normal number of type T if q is of ordinary size. Other rows are done in
+// float64.
 template <class T>
 inline bool can_fold(double scale) {
     const double size = scale < 0 ? -scale : scale;
@@ -103,7 +104,9 @@ struct View {
 template <class T>
 struct View<T, T> {
     // Nothing to copy: the products read any strides.
-    static BlockView<T> of(const T* from, ptrdiff_t row, ptrdiff_t step, int64_t, int64_t, T*) { return {from, row, step}; }
+    static BlockView<T> of(const T* from, ptrdiff_t row, ptrdiff_t step, int64_t, int64_t, T*) {
+        return {from, row, step};
+    }
 };
 
 inline double read_mask(const Mask& mask, int64_t at) {

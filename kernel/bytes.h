@@ -5,8 +5,8 @@
 
 namespace sqrtdk {
 
-// One bit for each of eight bytes: is it not zero. The lower seven bits of a byte carry into its eighth if one of them is set;
-// the product moves the eight results next to each other.
+// One bit for each of eight bytes: is it not zero. The lower seven bits of a byte carry into its eighth if one of them
+// is set; the product moves the eight results next to each other.
 static inline __attribute__((always_inline)) uint64_t find_nonzero_of_eight(const uint8_t* p) {
     constexpr uint64_t lower = 0x7f7f7f7f7f7f7f7full;
     uint64_t bytes;

@@ -27,8 +27,9 @@ struct Largest {
     }
 };
 
-// Mean and variance without a sum that could overflow. Measured from the largest, from which the distances of numbers that
-// are single ulps apart are exact; numbers further apart than float64 reaches have no distance, but they have a mean.
+// Mean and variance without a sum that could overflow. Measured from the largest, from which the distances of numbers
+// that are single ulps apart are exact; numbers further apart than float64 reaches have no distance, but they have a
+// mean.
 inline void describe_numbers(const double* x, int64_t count, double largest, double* mean, double* variance) {
     *mean = *variance = NAN;
     if (count == 0 || !std::isfinite(largest)) return;
@@ -87,7 +88,8 @@ bool attend_carefully(const Forward& call, int64_t n, int64_t g, int64_t row, bo
         const double bias = read_mask(call.mask, mask_row + j * call.mask.s);
         if (bias == -INFINITY) continue;
         double product = 0;
-        for (int64_t d = 0; d < call.d_k; ++d) product += double(widen(q[d * call.q.d])) * double(widen(k[j * call.k.s + d * call.k.d]));
+        for (int64_t d = 0; d < call.d_k; ++d)
+            product += double(widen(q[d * call.q.d])) * double(widen(k[j * call.k.s + d * call.k.d]));
         const double score = scale * product;
         scores[count] = score;
         logits[count] = (call.softcap > 0 ? call.softcap * std::tanh(score / call.softcap) : score) + bias;
@@ -107,13 +109,14 @@ bool attend_carefully(const Forward& call, int64_t n, int64_t g, int64_t row, bo
         sum_tail(logits, count, top, state);
         const bool differ = call.softcap > 0 || call.mask.kind > MaskKind::boolean;
         write_statistics<double, 1>(call.statistics, at, state, 0, differ, sink);
-        describe_numbers(logits, count, top.value, call.statistics.logit_mean + at, call.statistics.logit_variance + at);
+        describe_numbers(logits, count, top.value, call.statistics.logit_mean + at,
+                         call.statistics.logit_variance + at);
         double unused;
         describe_numbers(scores, count, score_top.value, &unused, call.statistics.score_variance + at);
     }
     if (!is_output_sound) {
-        // A sink above the logits becomes the origin, and weights are divided before they are summed: neither they nor values
-        // near the largest number leave the range of float64.
+        // A sink above the logits becomes the origin, and weights are divided before they are summed: neither they nor
+        // values near the largest number leave the range of float64.
         const double origin = sink != nullptr && *sink > top.value ? *sink : top.value;
         double total = sink == nullptr ? 0.0 : std::exp(*sink - origin);
         if (!std::isfinite(top.value)) total = NAN;
@@ -125,7 +128,8 @@ bool attend_carefully(const Forward& call, int64_t n, int64_t g, int64_t row, bo
         double sum = 0;
         for (int64_t j = 0; j < count; ++j) {
             const double weight = scores[j] / total;
-            for (int64_t d = 0; d < call.d_v; ++d) output[d] += weight * double(widen(v[keys[j] * call.v.s + d * call.v.d]));
+            for (int64_t d = 0; d < call.d_v; ++d)
+                output[d] += weight * double(widen(v[keys[j] * call.v.s + d * call.v.d]));
             if (weights != nullptr) weights[keys[j]] = narrow(Out(weight), In());
             sum += std::exp(logits[j] - top.value);
         }

@@ -20,7 +20,7 @@ struct ExpConstants<float> {
     static constexpr float ln2 = 0.693359375f, ln2_low = -2.12194440e-4f;
     static constexpr float lowest = -87.3365402f;
     static constexpr int degree = 6;
-    static constexpr float p[6] = {0.69314721496788496344f, 0.24022652782876176793f,  0.055503105512069805781f,
+    static constexpr float p[6] = {0.69314721496788496344f, 0.24022652782876176793f,   0.055503105512069805781f,
                                    0.0096176929761431872f,  0.0013406643847480060174f, 0.00015594677015105410559f};
 };
 template <>

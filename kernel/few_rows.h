@@ -18,7 +18,7 @@ namespace sqrtdk {
 namespace SQRTDK_LEVEL {
 namespace {
 
-constexpr int few_block = 512;   // long runs of keys and of values in turn suit the prefetcher
+constexpr int few_block = 512;  // long runs of keys and of values in turn suit the prefetcher
 
 template <class T>
 inline double add_lanes(typename Simd<T>::Vec v) {
@@ -47,7 +47,8 @@ struct FewRows {
     bool seen[few];
 
     // The keys [begin, end) of all rows of (n, g); output [rows][V] is relative to the state's maxima.
-    void run(const Forward& call, const FewScratch<T>& scratch, T* output, int64_t n, int64_t g, int64_t begin, int64_t end) {
+    void run(const Forward& call, const FewScratch<T>& scratch, T* output, int64_t n, int64_t g, int64_t begin,
+             int64_t end) {
         const int rows = int(call.shared * call.queries);
         for (int row = 0; row < rows; ++row) load_query(call, scratch.queries + row * call.d_k, n, g, row);
         for (int64_t i = 0; i < rows * call.d_v; ++i) output[i] = 0;
@@ -97,7 +98,8 @@ struct FewRows {
             any |= 1ull << row;
             seen[row] = true;
             multiply_keys(keys, scratch.queries + row * call.d_k, call.d_k, count, scratch.scores);
-            if (call.softcap > 0 || call.mask.kind > MaskKind::boolean) adjust(call, n, g, row, begin, count, sees, scratch.scores);
+            if (call.softcap > 0 || call.mask.kind > MaskKind::boolean)
+                adjust(call, n, g, row, begin, count, sees, scratch.scores);
             soften_row(row, count, sees, scratch.scores);
             add_values(values, scratch.scores, sees, count, call.d_v, block.factor[row], output + row * call.d_v);
         }
@@ -108,7 +110,8 @@ struct FewRows {
     void clear_sums(int i) {
         block.factor[i] = 1;
         block.old_top[i] = block.top[i] = state.top[i];
-        block.sum[i] = block.tail[i] = block.tail2[i] = block.tail3[i] = block.ones[i] = block.key[i] = block.moment[i] = 0;
+        block.sum[i] = block.tail[i] = block.tail2[i] = block.tail3[i] = block.ones[i] = block.key[i] =
+            block.moment[i] = 0;
         block.count[i] = block.reference[i] = block.deviation[i] = block.deviation2[i] = 0;
         block.tiny2[i] = block.tiny3[i] = 0;
     }
@@ -171,8 +174,8 @@ struct FewRows {
     }
 
   private:
-    void adjust(const Forward& call, int64_t n, int64_t g, int64_t row, int64_t begin, int64_t count, const uint64_t* sees,
-                T* scores) {
+    void adjust(const Forward& call, int64_t n, int64_t g, int64_t row, int64_t begin, int64_t count,
+                const uint64_t* sees, T* scores) {
         const Mask& mask = call.mask;
         const int64_t r = row / call.queries, l = row % call.queries;
         const int64_t at = n * mask.n + g * mask.g + r * mask.r + l * mask.l + begin * mask.s;
@@ -289,11 +292,12 @@ struct FewRows {
     }
 
     // output = output * factor + sum_j weight_j * value_j, over the keys that are seen.
-    static void add_values(const BlockView<T>& values, const T* weights, const uint64_t* sees, int64_t count, int64_t d_v,
-                           T factor, T* output) {
+    static void add_values(const BlockView<T>& values, const T* weights, const uint64_t* sees, int64_t count,
+                           int64_t d_v, T factor, T* output) {
         constexpr int chunk = 4;
         int64_t d = 0;
-        for (; d + chunk * S::lanes <= d_v; d += chunk * S::lanes) add_chunk<chunk>(values, weights, sees, count, d, factor, output);
+        for (; d + chunk * S::lanes <= d_v; d += chunk * S::lanes)
+            add_chunk<chunk>(values, weights, sees, count, d, factor, output);
         for (; d + S::lanes <= d_v; d += S::lanes) add_chunk<1>(values, weights, sees, count, d, factor, output);
         for (; d < d_v; ++d) {
             T sum = output[d] * factor;
@@ -304,8 +308,8 @@ struct FewRows {
     }
 
     template <int chunk>
-    static void add_chunk(const BlockView<T>& values, const T* weights, const uint64_t* sees, int64_t count, int64_t d, T factor,
-                          T* output) {
+    static void add_chunk(const BlockView<T>& values, const T* weights, const uint64_t* sees, int64_t count, int64_t d,
+                          T factor, T* output) {
         Vec sum[chunk], other[chunk];
         for (int c = 0; c < chunk; ++c) {
             sum[c] = S::mul(S::load(output + d + c * S::lanes), S::all(factor));
@@ -328,7 +332,8 @@ struct FewRows {
             for (; j < to; ++j) {
                 if (!(word >> (j - from) & 1)) continue;
                 const Vec weight = S::all(weights[j]);
-                for (int c = 0; c < chunk; ++c) sum[c] = S::fma(weight, S::load(v + j * values.row + c * S::lanes), sum[c]);
+                for (int c = 0; c < chunk; ++c)
+                    sum[c] = S::fma(weight, S::load(v + j * values.row + c * S::lanes), sum[c]);
             }
         }
         for (int c = 0; c < chunk; ++c) S::store(output + d + c * S::lanes, S::add(sum[c], other[c]));

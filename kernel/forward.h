@@ -57,8 +57,8 @@ struct TilePass {
     }
 };
 
-// The keys of a head are cut by their number alone and the parts merged in order. A part is a piece of work of its own if
-// there are few heads; else a worker goes through the parts of a head, with the same bits.
+// The keys of a head are cut by their number alone and the parts merged in order. A part is a piece of work of its own
+// if there are few heads; else a worker goes through the parts of a head, with the same bits.
 template <class T, class In, bool statistics>
 struct FewPass {
     using Loop = FewRows<T, In, statistics>;
@@ -74,7 +74,8 @@ struct FewPass {
 
     void serve(int worker) {
         const size_t d_k = size_t(call.d_k), d_v = size_t(call.d_v), rows = size_t(call.shared * call.queries);
-        Arena arena(sizeof(T) * (rows * (d_k + 2 * d_v) + 2 * few_block + few_block * (d_k + d_v)) + 2 * sizeof(Loop) + 9 * 64);
+        Arena arena(sizeof(T) * (rows * (d_k + 2 * d_v) + 2 * few_block + few_block * (d_k + d_v)) + 2 * sizeof(Loop) +
+                    9 * 64);
         if (!arena.ok()) return work.fail(Status::out_of_memory);
         FewScratch<T> scratch;
         scratch.queries = arena.take<T>(rows * d_k);
@@ -87,7 +88,8 @@ struct FewPass {
         T* next_output = arena.take<T>(rows * d_v);
         for (int64_t piece; (piece = work.take(worker)) >= 0;) {
             if (apart) {
-                run_split(scratch, piece / splits, piece % splits, loops + piece, outputs + piece * int64_t(rows) * call.d_v);
+                run_split(scratch, piece / splits, piece % splits, loops + piece,
+                          outputs + piece * int64_t(rows) * call.d_v);
                 continue;
             }
             run_split(scratch, piece, 0, loop, output);
@@ -136,12 +138,14 @@ struct FewPass {
             }
             if (statistics) write_statistics<T, few>(call.statistics, at, state, row, scores, sink);
             save_row(call.saved, at, state.top[row], state.sum[row]);
-            if (call.weights != nullptr) ok = write_few_weights<Loop, In>(call, n, g, row, state.top[row], inverse) && ok;
+            if (call.weights != nullptr)
+                ok = write_few_weights<Loop, In>(call, n, g, row, state.top[row], inverse) && ok;
             if (!sees) continue;
             const Scale& s = call.scale;
             const double scale = s.data[n * s.n + g * s.g + row / call.queries * s.r + row % call.queries * s.l];
             const bool sound = check == 0 && state.sum[row] > 0 && divides && can_fold<T>(scale);
-            if (!sound || (statistics && !is_described(state, row))) ok = attend_carefully<In>(call, n, g, row, sound) && ok;
+            if (!sound || (statistics && !is_described(state, row)))
+                ok = attend_carefully<In>(call, n, g, row, sound) && ok;
         }
         return ok;
     }
@@ -154,7 +158,8 @@ Status run_tiles(const Forward& call) {
     Work work(call, heads * tiles);
     TilePass<T, In, statistics> pass{call, work, tiles};
     const double size = double(heads) * double(rows) * double(call.keys) * double(call.d_k + call.d_v);
-    if (!run_on_pool(useful_threads(call.threads, heads * tiles, size), pass.body, &pass, call.team)) return Status::out_of_memory;
+    if (!run_on_pool(useful_threads(call.threads, heads * tiles, size), pass.body, &pass, call.team))
+        return Status::out_of_memory;
     return work.status();
 }
 
@@ -178,7 +183,8 @@ Status run_few(const Forward& call) {
     Pass pass{call, work, splits, per_split, apart, loops, outputs};
     const double size = double(heads) * double(rows) * double(call.keys) * double(call.d_k + call.d_v);
     // Bound by memory, a multiply-add takes about four times as long as in a tile.
-    if (!run_on_pool(useful_threads(call.threads, pieces, 4 * size), pass.body, &pass, call.team)) return Status::out_of_memory;
+    if (!run_on_pool(useful_threads(call.threads, pieces, 4 * size), pass.body, &pass, call.team))
+        return Status::out_of_memory;
     if (!apart || work.status() != Status::ok) return work.status();
     for (int64_t head = 0; head < heads; ++head) {
         const int64_t first = head * splits;
@@ -206,34 +212,6 @@ Status forward(const Forward& call) {
         case Dtype::float64: return run<double, double>(call);
     }
     return Status::unknown_dtype;
-}
-
-// Independent chains of multiply-adds that stay in registers: what the products could reach at best.
-double fused_operations(int64_t rounds) {
-    using S = Simd<float>;
-    S::Vec sum[12];
-    for (int i = 0; i < 12; ++i) sum[i] = S::all(float(i));
-    const auto a = S::all(0.999f), b = S::all(1e-3f);
-    for (int64_t r = 0; r < rounds; ++r)
-        for (int i = 0; i < 12; ++i) sum[i] = S::fma(sum[i], a, b);
-    float out[S::lanes];
-    for (int i = 1; i < 12; ++i) sum[0] = S::add(sum[0], sum[i]);
-    S::store(out, sum[0]);
-    volatile float used = out[0];
-    (void)used;
-    return double(rounds) * 12 * S::lanes;
-}
-
-// Reads memory front to back and adds it up, as decoding does.
-void read_memory(const float* p, int64_t count) {
-    using S = Simd<float>;
-    S::Vec sum[4] = {S::zero(), S::zero(), S::zero(), S::zero()};
-    for (int64_t i = 0; i + 4 * S::lanes <= count; i += 4 * S::lanes)
-        for (int j = 0; j < 4; ++j) sum[j] = S::add(sum[j], S::load(p + i + j * S::lanes));
-    float out[S::lanes];
-    S::store(out, S::add(S::add(sum[0], sum[1]), S::add(sum[2], sum[3])));
-    volatile float used = out[0];
-    (void)used;
 }
 
 }  // namespace SQRTDK_LEVEL

@@ -1,6 +1,7 @@
 // The whole contract of the kernel: plain structs in, status out. No Python, no torch, no exceptions across this line.
 //
-// Shape legend: N batch entries, G key/value heads, R query heads per key/value head, L queries, S keys, D = d_k, V = d_v.
+// Shape legend: N batch entries, G key/value heads, R query heads per key/value head, L queries, S keys, D = d_k, V =
+// d_v.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +31,8 @@ struct Mask {  // [N, G, R, L, S]; boolean is one byte, 0 hides; float is added 
     int64_t n, g, r, l, s;
 };
 
-// Row statistics, contiguous [N, G, R, L]; all null when none are wanted. Meanings: AttentionStatistics in statistics.py.
+// Row statistics, contiguous [N, G, R, L]; all null when none are wanted. Meanings: AttentionStatistics in
+// statistics.py.
 struct Statistics {
     int64_t* visible_keys;
     int64_t* max_key;
@@ -61,10 +63,10 @@ struct Problem {
     Mask mask;
     // Query i sees key j with first <= j - i <= last; int64 limits leave a side open.
     int64_t first, last;
-    double softcap;        // 0: none
-    const double* sinks;   // [G * R], or null
-    int threads;           // at least 1; the result does not depend on it
-    Team team = nullptr;   // null: the kernel's own threads
+    double softcap;       // 0: none
+    const double* sinks;  // [G * R], or null
+    int threads;          // at least 1; the result does not depend on it
+    Team team = nullptr;  // null: the kernel's own threads
     // Called by the calling thread every few milliseconds; true stops the call. May be null.
     bool (*interrupted)(void* context);
     void* context;
@@ -78,9 +80,9 @@ struct Saved {
 };
 
 struct Forward : Problem {
-    void* output;          // contiguous [N, G, R, L, V] of dtype
+    void* output;  // contiguous [N, G, R, L, V] of dtype
     Statistics statistics;
-    void* weights;         // contiguous [N, G, R, L, S] of dtype, the sink in the denominator, 0 if not visible; or null
+    void* weights;  // contiguous [N, G, R, L, S] of dtype, the sink in the denominator, 0 if not visible; or null
     Saved saved;
 };
 

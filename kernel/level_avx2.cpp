@@ -3,3 +3,4 @@
 #include "simd_avx2.h"
 //
 #include "forward.h"
+#include "probes.h"

@@ -3,3 +3,4 @@
 #include "simd_avx512.h"
 //
 #include "forward.h"
+#include "probes.h"

@@ -3,3 +3,4 @@
 #include "simd_portable.h"
 //
 #include "forward.h"
+#include "probes.h"

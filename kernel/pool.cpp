@@ -41,7 +41,7 @@ constexpr size_t kStackBytes = size_t{2} << 20;
 
 // FE_DFL_ENV also clears flush-to-zero and denormals-are-zero in glibc and musl. The three steps take 0.2 us.
 class DefaultFloatEnvironment {
-public:
+  public:
     DefaultFloatEnvironment() {
         std::fegetenv(&saved_);
         std::fesetenv(FE_DFL_ENV);
@@ -50,7 +50,7 @@ public:
     DefaultFloatEnvironment(const DefaultFloatEnvironment&) = delete;
     DefaultFloatEnvironment& operator=(const DefaultFloatEnvironment&) = delete;
 
-private:
+  private:
     std::fenv_t saved_;
 };
 
@@ -167,7 +167,9 @@ void run_posted(Pool& pool, Slot& slot, int worker) {
     }
     slot.phase.store(idle);
     if (pool.owner_asleep.load()) {
-        { std::lock_guard<std::mutex> lock(pool.mutex); }
+        {
+            std::lock_guard<std::mutex> lock(pool.mutex);
+        }
         pool.finished.notify_one();
     }
 }
@@ -281,7 +283,7 @@ Pool* find_or_make_pool() {
 // Owns the pool for one call. The destructor also runs when pthread_exit unwinds the caller: the workers use memory of
 // its stack, so they are waited for before it goes.
 class Ownership {
-public:
+  public:
     explicit Ownership(Pool& pool) : pool_(pool), outer_(owned_here), owns_(!pool.busy.exchange(true)) {
         if (owns_) owned_here = &pool;
     }
@@ -296,7 +298,7 @@ public:
     Ownership& operator=(const Ownership&) = delete;
     bool owns() const { return owns_; }
 
-private:
+  private:
     Pool& pool_;
     Pool* const outer_;
     const bool owns_;

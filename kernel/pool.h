@@ -21,9 +21,9 @@ namespace sqrtdk {
 //
 // Returns false if a body threw: its work is then incomplete. No exception leaves this function.
 //
-// With a team the body runs on the team's threads instead, whose idle ones may still spin where a worker of the pool would
-// have to run. Only for the first thread of the process: Python may end any other by unwinding its stack, and frames of
-// a foreign runtime need not survive that. In a forked child the team must not be used any more.
+// With a team the body runs on the team's threads instead, whose idle ones may still spin where a worker of the pool
+// would have to run. Only for the first thread of the process: Python may end any other by unwinding its stack, and
+// frames of a foreign runtime need not survive that. In a forked child the team must not be used any more.
 bool run_on_pool(int threads, void (*body)(void* context, int worker), void* context, Team team = nullptr);
 
 // pool_size() is declared in kernel.h.

@@ -1,4 +1,5 @@
-// The matrix products of attention, two forward and five back, as one microkernel: rows of broadcast numbers times panels of lanes.
+// The matrix products of attention, two forward and five back, as one microkernel: rows of broadcast numbers times
+// panels of lanes.
 //
 //   C[row][lane] (+)= sum_k A[row][k] * B[k][lane]      A is read element by element from where it lies, any strides
 //   scores: row = key, k = feature;  A = keys,             B = queries, transposed
@@ -110,7 +111,8 @@ void multiply_wide(T* c, ptrdiff_t c_row, int64_t rows, const T* a, ptrdiff_t a_
 
 // `vectors` from 1 to 4 of a tile of queries: on a causal diagonal only those that see something take part.
 template <class T, bool add>
-void multiply(T* c, int64_t rows, const T* a, ptrdiff_t a_row, ptrdiff_t a_step, const T* b, int64_t steps, int vectors) {
+void multiply(T* c, int64_t rows, const T* a, ptrdiff_t a_row, ptrdiff_t a_step, const T* b, int64_t steps,
+              int vectors) {
     multiply_wide<T, add>(c, tile_rows<T>, rows, a, a_row, a_step, b, tile_rows<T>, steps, vectors);
 }
 

@@ -17,13 +17,13 @@ namespace {
 // Sums over one block of keys, one entry per row; p = exp(logit - top) with the top that holds after the block.
 template <class T, int W>
 struct alignas(64) BlockSums {
-    T factor[W];             // exp(old top - new top)
+    T factor[W];  // exp(old top - new top)
     T old_top[W], top[W];
-    T sum[W];                // p
+    T sum[W];                       // p
     T tail[W], tail2[W], tail3[W];  // p, p^2, p^3 without the top
-    T ones[W];               // how many logits equal to the top are left out of the tail
-    T key[W];                // where the top is, counted from the block's first key, if the block raised it
-    T moment[W];             // p * (top - logit)
+    T ones[W];                      // how many logits equal to the top are left out of the tail
+    T key[W];                       // where the top is, counted from the block's first key, if the block raised it
+    T moment[W];                    // p * (top - logit)
     T count[W], reference[W], deviation[W], deviation2[W];  // visible logits: how many, around what, sums
     // Powers of weights so small that they underflow T: summed in float64, for the rows that need it.
     bool has_tiny;
@@ -34,8 +34,8 @@ struct alignas(64) BlockSums {
 template <class T>
 constexpr T tiny_cubes = T(7.703719777548943e-34);
 
-// Count, mean and sum of squared deviations of the numbers seen so far. The mean is kept as its distance from an anchor, a
-// number of the first block: a row that differs by single ulps has a mean no floating-point number can hold.
+// Count, mean and sum of squared deviations of the numbers seen so far. The mean is kept as its distance from an
+// anchor, a number of the first block: a row that differs by single ulps has a mean no floating-point number can hold.
 template <int W>
 struct alignas(64) Moments {
     double count[W], anchor[W], offset[W], m2[W];
@@ -161,8 +161,8 @@ inline void save_row(const Saved& to, int64_t at, double top, double sum) {
     to.sum[at] = sum;
 }
 
-// 1/(sum + the sink's weight), by which the output is multiplied; 0 for a row that sees nothing. False if a sink makes it so
-// small that it has lost digits, unless the output is too small for any number anyway.
+// 1/(sum + the sink's weight), by which the output is multiplied; 0 for a row that sees nothing. False if a sink makes
+// it so small that it has lost digits, unless the output is too small for any number anyway.
 template <class T, int W>
 bool invert_sum(const RowState<T, W>& row, int i, bool sees, const double* sink, T* inverse) {
     constexpr double smallest = sizeof(T) == sizeof(float) ? 0x1p-126 : 0x1p-1022;
@@ -176,7 +176,8 @@ bool invert_sum(const RowState<T, W>& row, int i, bool sees, const double* sink,
 
 // Writes the statistics of one row at its place; `scores` says whether score_* differ from the logits'.
 template <class T, int W>
-void write_statistics(const Statistics& to, int64_t at, const RowState<T, W>& row, int i, bool scores, const double* sink) {
+void write_statistics(const Statistics& to, int64_t at, const RowState<T, W>& row, int i, bool scores,
+                      const double* sink) {
     const double count = row.logits.count[i], total = 1.0 + row.tail[i];
     const double share = 1.0 / total, per_key = 1.0 / count;
     const bool some = count > 0;

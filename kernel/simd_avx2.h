@@ -28,7 +28,7 @@ template <>
 struct Simd<float> {
     static constexpr int lanes = 8;
     static constexpr int registers = 16;  // decides how many rows a product keeps in registers
-    static constexpr bool fused = true;  // fma rounds once
+    static constexpr bool fused = true;   // fma rounds once
     using Vec = __m256;
     struct Mask {
         __m256 lanes;
@@ -69,7 +69,7 @@ struct Simd<float> {
         return {_mm256_castsi256_ps(_mm256_cmpeq_epi32(set, lane))};
     }
     SQRTDK_INLINE uint64_t bits(Mask m) { return static_cast<uint64_t>(_mm256_movemask_ps(m.lanes)); }
-    SQRTDK_INLINE Vec keep(Mask m, Vec v) { return _mm256_and_ps(m.lanes, v); }               // 0 elsewhere
+    SQRTDK_INLINE Vec keep(Mask m, Vec v) { return _mm256_and_ps(m.lanes, v); }  // 0 elsewhere
     SQRTDK_INLINE Vec choose(Mask m, Vec yes, Vec no) { return _mm256_blendv_ps(no, yes, m.lanes); }
 
     // 8 x 8 in registers: rows[i] lane j <-> rows[j] lane i.

@@ -23,7 +23,7 @@ template <>
 struct Simd<float> {
     static constexpr int lanes = 16;
     static constexpr int registers = 32;  // decides how many rows a product keeps in registers
-    static constexpr bool fused = true;  // fma rounds once
+    static constexpr bool fused = true;   // fma rounds once
     using Vec = __m512;
     using Mask = __mmask16;
 
@@ -53,7 +53,7 @@ struct Simd<float> {
     SQRTDK_INLINE Mask not_less(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_NLT_UQ); }  // true for NaN
     SQRTDK_INLINE Mask from_bits(uint64_t bits) { return static_cast<Mask>(bits); }              // lowest lanes
     SQRTDK_INLINE uint64_t bits(Mask m) { return m; }
-    SQRTDK_INLINE Vec keep(Mask m, Vec v) { return _mm512_maskz_mov_ps(m, v); }                  // 0 elsewhere
+    SQRTDK_INLINE Vec keep(Mask m, Vec v) { return _mm512_maskz_mov_ps(m, v); }  // 0 elsewhere
     SQRTDK_INLINE Vec choose(Mask m, Vec yes, Vec no) { return _mm512_mask_mov_ps(no, m, yes); }
 
     // 16 x 16 in registers: rows[i] lane j <-> rows[j] lane i.

@@ -64,7 +64,7 @@ struct Simd<float> {
     SQRTDK_INLINE Vec fnma(Vec a, Vec b, Vec c) { return (Vec)vfmsq_f32((Neon)c, (Neon)a, (Neon)b); }
     SQRTDK_INLINE Vec round(Vec a) { return (Vec)vrndnq_f32((Neon)a); }
 #else
-    SQRTDK_INLINE Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }   // a*b + c
+    SQRTDK_INLINE Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }  // a*b + c
     SQRTDK_INLINE Vec fms(Vec a, Vec b, Vec c) { return a * b - c; }
     SQRTDK_INLINE Vec fnma(Vec a, Vec b, Vec c) { return c - a * b; }  // c - a*b
     SQRTDK_INLINE Vec round(Vec a) {

@@ -13,7 +13,8 @@ namespace sqrtdk {
 namespace SQRTDK_LEVEL {
 namespace {
 
-// Vectors of weights that are added up in a row: many equal weights, as beside a sink, would all be rounded the same way.
+// Vectors of weights that are added up in a row: many equal weights, as beside a sink, would all be rounded the same
+// way.
 constexpr int64_t tail_stretch = 32;
 
 template <class T>
@@ -49,7 +50,8 @@ __attribute__((noinline)) void sum_tiny_powers(const T* weights, int64_t keys, i
 
 // Where in the block the new maxima are: the first key of each row that grew.
 template <class T, int W>
-__attribute__((noinline)) void find_tops(const T* scores, int64_t keys, uint64_t grew, typename Simd<T>::Vec top, T* key) {
+__attribute__((noinline)) void find_tops(const T* scores, int64_t keys, uint64_t grew, typename Simd<T>::Vec top,
+                                         T* key) {
     using S = Simd<T>;
     if (__builtin_popcountll(grew) > S::lanes / 4) {
         auto found = S::zero(), at = S::all(T(keys));

@@ -62,7 +62,7 @@ struct Tile {
 
     // Rows [first_row, first_row + rows) of (n, g), counted r * L + l.
     Odd run(const Forward& call, const Scratch<T>& scratch, int64_t n, int64_t g, int64_t first_row, int rows,
-                 bool careful) {
+            bool careful) {
         const uint64_t unfolded = load_queries(call, scratch.queries, n, g, first_row, rows);
         place(call, n, g, first_row, rows);
         state.clear();
@@ -84,7 +84,8 @@ struct Tile {
         RowCursor at(call, first_row);
         for (int i = 0; i < W; ++i, at.step(i < rows)) {
             const int64_t r = at.r, l = at.l;
-            rows_at[i] = static_cast<const In*>(call.q.data) + n * call.q.n + g * call.q.g + r * call.q.r + l * call.q.l;
+            rows_at[i] =
+                static_cast<const In*>(call.q.data) + n * call.q.n + g * call.q.g + r * call.q.r + l * call.q.l;
             const Scale& s = call.scale;
             const double given = s.data[n * s.n + g * s.g + r * s.r + l * s.l];
             scale[i] = i < rows ? T(given) : T(0);
@@ -189,8 +190,8 @@ struct Tile {
     }
 
   private:
-    uint64_t take_block(const Forward& call, const Scratch<T>& scratch, int64_t n, int64_t g, int64_t begin, int64_t end,
-                        bool careful) {
+    uint64_t take_block(const Forward& call, const Scratch<T>& scratch, int64_t n, int64_t g, int64_t begin,
+                        int64_t end, bool careful) {
         const Sight what = sight.look(call.mask, begin, end);
         if (what == Sight::nothing) return 0;
         const int64_t count = end - begin;
@@ -246,8 +247,9 @@ struct Tile {
             const int at = c * S::lanes;
             const int64_t from = span.from[c], keys = span.to[c] - from;
             T* column = scores + from * W + at;
-            const bool grew = partial ? soften<T, W, statistics, true>(column, keys, sight.words + from, at, state.top, block)
-                                      : soften<T, W, statistics, false>(column, keys, nullptr, at, state.top, block);
+            const bool grew =
+                partial ? soften<T, W, statistics, true>(column, keys, sight.words + from, at, state.top, block)
+                        : soften<T, W, statistics, false>(column, keys, nullptr, at, state.top, block);
             if (statistics && from > 0)
                 for (int i = at; i < at + S::lanes; ++i) block.key[i] += T(from);
             if (!grew) continue;

@@ -17,8 +17,8 @@ constexpr int key_block = 128;
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// The keys position + first .. position + last within [0, keys), as lo <= hi. If there are none, lo = keys and hi = -1: a row
-// that widens no range of which it is a part. Open sides are int64 limits, so the sums must not wrap.
+// The keys position + first .. position + last within [0, keys), as lo <= hi. If there are none, lo = keys and hi = -1:
+// a row that widens no range of which it is a part. Open sides are int64 limits, so the sums must not wrap.
 inline void key_range(int64_t position, int64_t first, int64_t last, int64_t keys, int64_t* lo, int64_t* hi) {
     int64_t a, b;
     if (__builtin_add_overflow(position, first, &a)) a = first < 0 ? INT64_MIN : INT64_MAX;
@@ -58,12 +58,12 @@ template <class T, int W>
 struct Visibility {
     static constexpr uint64_t every_row = W == 64 ? ~0ull : (1ull << (W % 64)) - 1;
 
-    int rows;                 // rows of the tile that exist
-    int64_t lo[W], hi[W];     // range of visible keys of each row, before the mask
-    int64_t mask_row[W];      // where each row of the mask begins, in elements
-    bool one_mask;            // all rows have the same row of the mask
+    int rows;              // rows of the tile that exist
+    int64_t lo[W], hi[W];  // range of visible keys of each row, before the mask
+    int64_t mask_row[W];   // where each row of the mask begins, in elements
+    bool one_mask;         // all rows have the same row of the mask
     uint64_t words[key_block];
-    T bias[key_block * W];    // additive mask, turned: [key][row]
+    T bias[key_block * W];  // additive mask, turned: [key][row]
 
     int64_t first_key() const {
         int64_t first = lo[0];
@@ -132,7 +132,8 @@ struct Visibility {
         for (int64_t from = 0; from < count; from += 64) {
             const int64_t some = smaller(count - from, 64);
             uint64_t bits[64] = {};
-            for (int i = 0; i < W; ++i) bits[i] = read_booleans(data + mask_row[i] + (begin + from) * mask.s, mask.s, some);
+            for (int i = 0; i < W; ++i)
+                bits[i] = read_booleans(data + mask_row[i] + (begin + from) * mask.s, mask.s, some);
             transpose_bits(bits);
             for (int64_t j = 0; j < some; ++j) words[from + j] &= bits[j];
         }

@@ -1,4 +1,5 @@
-// The weights themselves, where a caller wants to see them: scores taken again with the maximum and sum that the output has.
+// The weights themselves, where a caller wants to see them: scores taken again with the maximum and sum that the output
+// has.
 #pragma once
 
 #include <cmath>
@@ -51,7 +52,8 @@ void write_weights(Tile<T, In, statistics>& tile, const Forward& call, const Scr
     const bool cap = call.softcap > 0, bias = call.mask.kind > MaskKind::boolean;
     const auto size = S::all(T(call.softcap)), shrink = S::all(cap ? T(1.0 / call.softcap) : T(0));
     const int vectors = (rows + S::lanes - 1) / S::lanes;
-    In* to = static_cast<In*>(call.weights) + (((n * call.groups + g) * call.shared) * call.queries + first_row) * call.keys;
+    In* to =
+        static_cast<In*>(call.weights) + (((n * call.groups + g) * call.shared) * call.queries + first_row) * call.keys;
     for (int64_t begin = 0; begin < call.keys; begin += key_block) {
         const int64_t count = smaller(key_block, call.keys - begin);
         T* scores = scratch.scores;

@@ -20,6 +20,6 @@ def blocks_of(rows):
 
 def take(rows, positions):
     """The rows at these query positions, as a sample that knows it."""
-    counts, numbers = (block[..., positions] for block in blocks_of(rows))
+    counts, measures = (block[..., positions] for block in blocks_of(rows))
     sample = Sample(np.array(positions), rows.shape[-1])
-    return AttentionStatistics.from_blocks(counts, numbers, sample=sample, first_position=rows.first_position)
+    return AttentionStatistics.from_blocks(counts, measures, sample=sample, first_position=rows.first_position)

@@ -18,20 +18,20 @@ def assert_as_defined(q, k, v, *, rtol=1e-12, **call):
 
     The kernel works in float32 unless the inputs are float64: its logits, and what follows, are as good as that.
     """
-    found = attention(q, k, v, weights=True, **call)
+    result = attention(q, k, v, weights=True, **call)
     meant = {name: value for name, value in call.items() if name != "causal_offset"}
     expected = attention_by_definition(q, k, v, causal_offset=call.get("causal_offset") or 0, **meant)
     in_float32 = np.asarray(q).dtype.itemsize < 8 and backends.current() != backends.REFERENCE
     rows_rtol, rows_atol = (2e-5, 2e-5) if in_float32 else (1e-9, 1e-11)
     output_rtol = rtol + 4e-6 if in_float32 else rtol
     atol = output_rtol * max(1.0, np.abs(np.asarray(v).astype(np.float64)).max(initial=0.0))
-    assert found.output.dtype == found.weights.dtype == np.asarray(q).dtype
-    np.testing.assert_allclose(found.output.astype(np.float64), expected.output, rtol=output_rtol, atol=atol)
-    np.testing.assert_allclose(found.weights.astype(np.float64), expected.weights, rtol=output_rtol, atol=output_rtol)
+    assert result.output.dtype == result.weights.dtype == np.asarray(q).dtype
+    np.testing.assert_allclose(result.output.astype(np.float64), expected.output, rtol=output_rtol, atol=atol)
+    np.testing.assert_allclose(result.weights.astype(np.float64), expected.weights, rtol=output_rtol, atol=output_rtol)
     for name in ROW_FIELDS:
-        value = getattr(found.statistics, name)
+        value = getattr(result.statistics, name)
         np.testing.assert_allclose(value, expected.rows[name], rtol=rows_rtol, atol=rows_atol, err_msg=name)
-    return found
+    return result
 
 
 @pytest.mark.parametrize("d_v", [0, 1, 3])
@@ -41,14 +41,14 @@ def assert_as_defined(q, k, v, *, rtol=1e-12, **call):
 )
 def test_sizes_that_hit_the_tails(queries, keys, d_k, d_v):
     assert_as_defined(*draw(1, (queries, d_k), (keys, d_k), d_v))
-    found = assert_as_defined(
+    result = assert_as_defined(
         *draw(2, (2, queries, d_k), (2, keys, d_k), d_v), causal=True, causal_offset=keys - queries
     )
-    assert found.output.shape == (2, queries, d_v)
-    assert found.weights.shape == (2, queries, keys)
-    assert found.statistics.shape == (2, queries)
+    assert result.output.shape == (2, queries, d_v)
+    assert result.weights.shape == (2, queries, keys)
+    assert result.statistics.shape == (2, queries)
     if keys == 0:
-        assert not found.output.any()
+        assert not result.output.any()
 
 
 @pytest.mark.parametrize(
@@ -62,10 +62,10 @@ def test_sizes_that_hit_the_tails(queries, keys, d_k, d_v):
 )
 def test_nothing_to_do_gives_the_right_shapes(q_shape, k_shape):
     q, k, v = draw(0, q_shape, k_shape, 6)
-    found = attention(q, k, v, mask=np.ones(5, bool), sinks=np.zeros(q_shape[-3]), weights=True)
-    assert found.output.shape == (*q_shape[:-1], 6)
-    assert found.weights.shape == (*q_shape[:-1], 5)
-    assert found.statistics.shape == q_shape[:-1]
+    result = attention(q, k, v, mask=np.ones(5, bool), sinks=np.zeros(q_shape[-3]), weights=True)
+    assert result.output.shape == (*q_shape[:-1], 6)
+    assert result.weights.shape == (*q_shape[:-1], 5)
+    assert result.statistics.shape == q_shape[:-1]
 
 
 @pytest.mark.parametrize("batch", [(), (1,), (3,), (2, 3), (1, 2, 1)])
@@ -98,8 +98,8 @@ def test_every_broadcast_of_a_mask(shape):
 def test_additive_masks_of_every_dtype(dtype):
     bias = np.array([0.5, -np.inf, -3.0, 0.0]).astype(DTYPES[dtype])
     q, k, v = draw(6, (2, 3, 4), (2, 4, 4), 2)
-    found = assert_as_defined(q, k, v, mask=bias.astype(np.float64))
-    same(attention(q, k, v, mask=bias, weights=True), found)
+    result = assert_as_defined(q, k, v, mask=bias.astype(np.float64))
+    same(attention(q, k, v, mask=bias, weights=True), result)
 
 
 RANGES = [{"causal": True, "causal_offset": offset} for offset in (-7, -2, 0, 1, 3, 9)] + [

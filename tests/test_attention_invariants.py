@@ -97,8 +97,8 @@ def test_what_is_masked_has_no_influence_to_the_bit(poison, scale, softcap):
         call = (q, dirty, v) if name == "k" else (q, k, dirty)
         same(clean, attention(*call, mask=mask, scale=scale, softcap=softcap, weights=True))
         additive = np.where(mask, 0.0, -np.inf)
-        found = attention(*call, mask=additive, scale=scale, softcap=softcap, weights=True)
-        np.testing.assert_array_equal(found.output, clean.output)
+        result = attention(*call, mask=additive, scale=scale, softcap=softcap, weights=True)
+        np.testing.assert_array_equal(result.output, clean.output)
     blind = q.copy()
     blind[..., 4, :] = poison
     same(clean, attention(blind, k, v, mask=mask, scale=scale, softcap=softcap, weights=True))
@@ -121,33 +121,33 @@ def test_a_visible_nan_reaches_its_rows_and_only_those(where):
     bias = np.zeros((2, 6, 6))
     clean = attention(q, k, v, mask=bias, causal=True)
     {"q": q, "k": k, "v": v}.get(where, bias)[1, 3] = np.nan
-    found = attention(q, k, v, mask=bias, causal=True)
+    result = attention(q, k, v, mask=bias, causal=True)
     hit = np.zeros((2, 6), bool)
     hit[1, 3] = True
     if where in ("k", "v"):
         hit[1, 3:] = True
-    assert np.isnan(found.output[hit]).all()
-    np.testing.assert_array_equal(found.output[~hit], clean.output[~hit])
+    assert np.isnan(result.output[hit]).all()
+    np.testing.assert_array_equal(result.output[~hit], clean.output[~hit])
     if where != "v":
         for name in ("entropy", "max_logit", "logsumexp", "sum_p2", "jacobian_trace", "logit_variance", "max_weight"):
-            assert np.isnan(getattr(found.statistics, name)[hit]).all(), name
-            np.testing.assert_array_equal(getattr(found.statistics, name)[~hit], getattr(clean.statistics, name)[~hit])
+            assert np.isnan(getattr(result.statistics, name)[hit]).all(), name
+            np.testing.assert_array_equal(getattr(result.statistics, name)[~hit], getattr(clean.statistics, name)[~hit])
 
 
 def test_a_nan_in_one_component_of_a_value_stays_in_it():
     q, k, v = draw(20, (4, 5), (6, 5), 3)
     clean = attention(q, k, v).output
     v[2, 1] = np.nan
-    found = attention(q, k, v).output
-    assert np.isnan(found[:, 1]).all()
-    np.testing.assert_allclose(found[:, [0, 2]], clean[:, [0, 2]], rtol=1e-13)
+    result = attention(q, k, v).output
+    assert np.isnan(result[:, 1]).all()
+    np.testing.assert_allclose(result[:, [0, 2]], clean[:, [0, 2]], rtol=1e-13)
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf])
 def test_infinite_logits_are_never_taken_for_an_answer(value):
-    found = attention(np.ones((1, 2)), np.full((3, 2), value), np.ones((3, 2)))
-    assert np.isnan(found.output).all()
-    assert np.isnan(found.statistics.entropy).all()
+    result = attention(np.ones((1, 2)), np.full((3, 2), value), np.ones((3, 2)))
+    assert np.isnan(result.output).all()
+    assert np.isnan(result.statistics.entropy).all()
 
 
 def test_a_visible_key_of_logit_minus_infinity_gets_no_weight():
@@ -162,21 +162,21 @@ def test_a_visible_key_of_logit_minus_infinity_gets_no_weight():
 def test_a_row_that_sees_nothing_gives_zeros(extra):
     q, k, v = draw(22, (2, 4, 3), (2, 4, 3), 5)
     mask = np.array([True, False, True, False])[:, None]
-    found = attention(q, k, v, mask=mask, weights=True, **extra)
-    assert not found.output[:, [1, 3]].any()
-    assert not found.weights[:, [1, 3]].any()
-    assert found.output[:, [0, 2]].all()
-    np.testing.assert_array_equal(found.statistics.sink_weight[:, 1], 1.0 if "sinks" in extra else 0.0)
+    result = attention(q, k, v, mask=mask, weights=True, **extra)
+    assert not result.output[:, [1, 3]].any()
+    assert not result.weights[:, [1, 3]].any()
+    assert result.output[:, [0, 2]].all()
+    np.testing.assert_array_equal(result.statistics.sink_weight[:, 1], 1.0 if "sinks" in extra else 0.0)
 
 
 def test_finite_1e30_in_float32_gives_the_right_finite_answer():
     q, k, v = draw(23, (2, 5, 8), (2, 7, 8), 3, np.float32)
     big = np.float32(1e30)
-    found = attention(q * big, k * big, v * big)
+    result = attention(q * big, k * big, v * big)
     winner = np.einsum("hld,hsd->hls", q.astype(np.float64), k.astype(np.float64)).argmax(axis=-1)
-    np.testing.assert_array_equal(found.output, np.take_along_axis(v * big, winner[..., None], axis=-2))
-    np.testing.assert_array_equal(found.statistics.max_key, winner)
-    assert np.isfinite(found.statistics.logit_variance).all()
+    np.testing.assert_array_equal(result.output, np.take_along_axis(v * big, winner[..., None], axis=-2))
+    np.testing.assert_array_equal(result.statistics.max_key, winner)
+    assert np.isfinite(result.statistics.logit_variance).all()
     np.testing.assert_allclose(
         attention(q * big, k * big, v, scale=1e-60).output, attention(q, k, v, scale=1.0).output, rtol=1e-5, atol=1e-6
     )
@@ -204,10 +204,10 @@ def test_scores_are_told_apart_from_logits():
 def test_the_textbook_gives_the_same():
     q, k, v = draw(26, (2, 5, 8), (2, 7, 8), 3)
     mask = np.random.default_rng(26).random((5, 7)) < 0.7
-    found = attention(q, k, v, mask=mask, weights=True)
+    result = attention(q, k, v, mask=mask, weights=True)
     output, weights = scaled_dot_product_attention(q, k, v, mask)
-    np.testing.assert_allclose(found.output, output, rtol=1e-12)
-    np.testing.assert_allclose(found.weights, weights, rtol=1e-12)
+    np.testing.assert_allclose(result.output, output, rtol=1e-12)
+    np.testing.assert_allclose(result.weights, weights, rtol=1e-12)
 
 
 @settings(deadline=None, max_examples=40, derandomize=True)
@@ -215,11 +215,11 @@ def test_the_textbook_gives_the_same():
 def test_softmax_ignores_shifts(seed, shift, heads, keys):
     q, k, v = draw(seed, (heads, 4, 5), (heads, keys, 5), 3)
     bias = np.random.default_rng(seed).standard_normal((heads, 4, keys))
-    found = attention(q, k, v, mask=bias)
+    result = attention(q, k, v, mask=bias)
     shifted = attention(q, k, v, mask=bias + shift)
-    np.testing.assert_allclose(shifted.output, found.output, rtol=1e-9, atol=1e-10)
-    np.testing.assert_allclose(shifted.statistics.entropy, found.statistics.entropy, rtol=1e-9, atol=1e-10)
-    np.testing.assert_allclose(shifted.statistics.logsumexp, found.statistics.logsumexp + shift, rtol=1e-9, atol=1e-10)
+    np.testing.assert_allclose(shifted.output, result.output, rtol=1e-9, atol=1e-10)
+    np.testing.assert_allclose(shifted.statistics.entropy, result.statistics.entropy, rtol=1e-9, atol=1e-10)
+    np.testing.assert_allclose(shifted.statistics.logsumexp, result.statistics.logsumexp + shift, rtol=1e-9, atol=1e-10)
 
 
 @settings(deadline=None, max_examples=40, derandomize=True)
@@ -255,13 +255,13 @@ def test_the_order_of_keys_does_not_matter(seed, keys):
     q, k, v = draw(seed, (2, 4, 5), (2, keys, 5), 3)
     mask = np.random.default_rng(seed).random((2, 4, keys)) < 0.7
     order = np.random.default_rng(seed).permutation(keys)
-    found = attention(q, k, v, mask=mask, weights=True)
+    result = attention(q, k, v, mask=mask, weights=True)
     moved = attention(q, k[:, order], v[:, order], mask=mask[..., order], weights=True)
-    np.testing.assert_allclose(moved.output, found.output, rtol=1e-10, atol=1e-12)
-    np.testing.assert_allclose(moved.weights, found.weights[..., order], rtol=1e-10, atol=1e-14)
-    np.testing.assert_allclose(moved.statistics.entropy, found.statistics.entropy, rtol=1e-10, atol=1e-13)
-    seen = found.statistics.visible_keys > 0
-    np.testing.assert_array_equal(order[moved.statistics.max_key][seen], found.statistics.max_key[seen])
+    np.testing.assert_allclose(moved.output, result.output, rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(moved.weights, result.weights[..., order], rtol=1e-10, atol=1e-14)
+    np.testing.assert_allclose(moved.statistics.entropy, result.statistics.entropy, rtol=1e-10, atol=1e-13)
+    seen = result.statistics.visible_keys > 0
+    np.testing.assert_array_equal(order[moved.statistics.max_key][seen], result.statistics.max_key[seen])
 
 
 @pytest.mark.slow

@@ -28,13 +28,13 @@ def run_python(code, **environment):
 
 
 def test_the_list_is_complete_and_best_first():
-    found = backends.list()
-    assert [backend.name for backend in found] == NAMES
-    for backend in found:
+    result = backends.list()
+    assert [backend.name for backend in result] == NAMES
+    for backend in result:
         assert backend == backends.inspect(backend.name)
         assert backend.runs_here == (backend.why_not is None)
         assert backend.about
-    assert found[-1].runs_here
+    assert result[-1].runs_here
 
 
 @pytest.mark.skipif(not NATIVE, reason="built without the kernel")

@@ -63,20 +63,20 @@ def clock(monkeypatch):
 
 def test_timings_are_those_of_the_clock(clock):
     pair = [wait_for("sqrtdk", 0.010), wait_for("peer", 0.025)]
-    found = timing.measure(FULL, pair, Script(GOOD), rounds=5, threads=1, rng=rng())
-    assert found.repeats == 1
-    np.testing.assert_allclose(found.seconds["sqrtdk"], [0.010] * 5)
-    np.testing.assert_allclose(found.seconds["peer"], [0.025] * 5)
-    np.testing.assert_allclose(found.ratio("sqrtdk", "peer", GOOD, rng()), (2.5, 2.5, 2.5))
+    measurement = timing.measure(FULL, pair, Script(GOOD), rounds=5, threads=1, rng=rng())
+    assert measurement.repeats == 1
+    np.testing.assert_allclose(measurement.seconds["sqrtdk"], [0.010] * 5)
+    np.testing.assert_allclose(measurement.seconds["peer"], [0.025] * 5)
+    np.testing.assert_allclose(measurement.ratio("sqrtdk", "peer", GOOD, rng()), (2.5, 2.5, 2.5))
 
 
 def test_short_calls_are_repeated_equally_often_for_everyone(clock):
     pair = [wait_for("sqrtdk", 1e-5), wait_for("peer", 1e-4)]
     case = replace(FULL, sets=3)
-    found = timing.measure(case, pair, Script(GOOD), rounds=5, threads=1, rng=rng())
-    assert found.repeats * 1e-5 >= 0.002
-    assert found.repeats % 3 == 0
-    np.testing.assert_allclose(found.seconds["peer"], [1e-4] * 5)
+    measurement = timing.measure(case, pair, Script(GOOD), rounds=5, threads=1, rng=rng())
+    assert measurement.repeats * 1e-5 >= 0.002
+    assert measurement.repeats % 3 == 0
+    np.testing.assert_allclose(measurement.seconds["peer"], [1e-4] * 5)
 
 
 def test_the_order_is_random_in_every_round(clock):
@@ -106,22 +106,24 @@ def test_the_order_is_random_in_every_round(clock):
 def test_rounds_beside_a_slow_probe_do_not_count_and_are_repeated(clock):
     pair = [wait_for("sqrtdk", 0.01), wait_for("peer", 0.02)]
     prober = Script(GOOD, GOOD, BAD, GOOD)
-    found = timing.measure(FULL, pair, prober, rounds=4, threads=1, rng=rng())
-    assert found.good_rounds(best_of(prober.results)).tolist() == [True, False, False, True, True, True]
+    measurement = timing.measure(FULL, pair, prober, rounds=4, threads=1, rng=rng())
+    assert measurement.good_rounds(best_of(prober.results)).tolist() == [True, False, False, True, True, True]
 
 
 def test_a_machine_that_stays_slow_gives_no_number(clock):
     pair = [wait_for("sqrtdk", 0.01), wait_for("peer", 0.02)]
     prober = Script(GOOD, BAD)
-    found = timing.measure(FULL, pair, prober, rounds=4, threads=1, rng=rng())
+    measurement = timing.measure(FULL, pair, prober, rounds=4, threads=1, rng=rng())
     best = best_of(prober.results)
-    assert len(found.seconds["peer"]) == 12
-    assert found.ratio("sqrtdk", "peer", best, rng()) == (None, None, None)
-    assert found.median_seconds("peer", best) is None
-    (row,) = tabulation.tabulate_ratios([found], best, rng())
+    assert len(measurement.seconds["peer"]) == 12
+    assert measurement.ratio("sqrtdk", "peer", best, rng()) == (None, None, None)
+    assert measurement.median_seconds("peer", best) is None
+    (row,) = tabulation.tabulate_ratios([measurement], best, rng())
     assert row["outcome"] == "too few good rounds"
     assert row["rejected"] == 12
-    assert "Too few good rounds for a number, so none is given: full." in tabulation.read_tables(tables([found]), "CPU")
+    assert "Too few good rounds for a number, so none is given: full." in tabulation.read_tables(
+        tables([measurement]), "CPU"
+    )
 
 
 def test_who_is_wrong_or_fails_is_left_out_by_name(clock):
@@ -138,15 +140,15 @@ def test_who_is_wrong_or_fails_is_left_out_by_name(clock):
         Contender("broken", (), fail, Answer),
         Contender("limited", (), refuse, Answer),
     ]
-    found = timing.measure(FULL, everyone, Script(GOOD), rounds=5, threads=1, rng=rng())
-    assert list(found.seconds) == ["sqrtdk"]
-    assert found.left_out == {
+    measurement = timing.measure(FULL, everyone, Script(GOOD), rounds=5, threads=1, rng=rng())
+    assert list(measurement.seconds) == ["sqrtdk"]
+    assert measurement.left_out == {
         "wrong": "its answer is off by 1.0e-01",
         "NaN": "its answer is off by nan",
         "broken": "OSError: no such library",
         "limited": "no windows",
     }
-    rows = tabulation.tabulate_left_out({"jax": "not installed: jax"}, [found])
+    rows = tabulation.tabulate_left_out({"jax": "not installed: jax"}, [measurement])
     assert [row["contender"] for row in rows] == ["jax", "wrong", "NaN", "broken", "limited"]
     with pytest.raises(OSError, match="no such"):
         timing.measure(FULL, [Contender("sqrtdk", (), fail, Answer)], Script(GOOD), rounds=5, threads=1, rng=rng())
@@ -160,29 +162,29 @@ def test_each_probe_can_reject(quantity):
 
 
 def test_the_matrix_product_is_probed_without_the_kernel():
-    found = Prober(backends.REFERENCE, 1).probe(reading=True)
-    assert found.gemm > 0
-    assert (found.multiply_adds, found.bytes_read) == (None, None)
+    measurement = Prober(backends.REFERENCE, 1).probe(reading=True)
+    assert measurement.gemm > 0
+    assert (measurement.multiply_adds, measurement.bytes_read) == (None, None)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not backends.inspect("portable").runs_here, reason="the kernel is not compiled")
 def test_the_kernel_probes_itself():
-    found = Prober("portable", 1).probe(reading=True)
-    assert found.multiply_adds > 0
-    assert found.bytes_read > 0
+    measurement = Prober("portable", 1).probe(reading=True)
+    assert measurement.multiply_adds > 0
+    assert measurement.bytes_read > 0
 
 
 # What is reported
 
 
-def tables(found, peaks=()):
-    best = best_of([probe for one in found for probe in one.probes])
+def tables(measurement, peaks=()):
+    best = best_of([probe for one in measurement for probe in one.probes])
     return {
-        "ratios": tabulation.tabulate_ratios(found, best, rng()),
-        "timings": tabulation.tabulate_timings(found, best),
+        "ratios": tabulation.tabulate_ratios(measurement, best, rng()),
+        "timings": tabulation.tabulate_timings(measurement, best),
         "memory": tabulation.tabulate_memory(peaks),
-        "left_out": tabulation.tabulate_left_out({}, found),
+        "left_out": tabulation.tabulate_left_out({}, measurement),
     }
 
 
@@ -199,14 +201,14 @@ def test_losses_are_said():
 
 def test_ratios_are_paired_within_rounds():
     # The machine is ten times slower in one round, for both alike.
-    found = measured({"sqrtdk": [1.0, 10.0, 1.0, 1.0, 1.0], "peer": [2.0, 20.0, 2.0, 2.0, 2.0]})
-    assert found.ratio("sqrtdk", "peer", GOOD, rng()) == (2.0, 2.0, 2.0)
+    measurement = measured({"sqrtdk": [1.0, 10.0, 1.0, 1.0, 1.0], "peer": [2.0, 20.0, 2.0, 2.0, 2.0]})
+    assert measurement.ratio("sqrtdk", "peer", GOOD, rng()) == (2.0, 2.0, 2.0)
 
 
 def test_every_ratio_has_both_errors_beside_it():
-    found = measured({"sqrtdk": [1.0] * 5, "sqrtdk with statistics": [1.0] * 5, "a": [1.0] * 5, "b": [1.0] * 5})
-    found.error = {"sqrtdk": 1e-8, "sqrtdk with statistics": 2e-8, "a": 3e-8, "b": 4e-8}
-    rows = tabulation.tabulate_ratios([found], GOOD, rng())
+    measurement = measured({"sqrtdk": [1.0] * 5, "sqrtdk with statistics": [1.0] * 5, "a": [1.0] * 5, "b": [1.0] * 5})
+    measurement.error = {"sqrtdk": 1e-8, "sqrtdk with statistics": 2e-8, "a": 3e-8, "b": 4e-8}
+    rows = tabulation.tabulate_ratios([measurement], GOOD, rng())
     assert [(row["error"], row["peer_error"]) for row in rows] == [
         (1e-8, 3e-8),
         (1e-8, 4e-8),
@@ -218,12 +220,12 @@ def test_every_ratio_has_both_errors_beside_it():
 def test_shares_are_of_the_probes_in_the_same_round():
     case = Case("square", "case", 1, 1, 10, 5)  # 1000 multiply-adds
     rates = [Probe(1000.0, 500.0, None)] * 6
-    found = measured({"sqrtdk": [2.0] * 5}, rates, case)
-    (row,) = tabulation.tabulate_timings([found], rates[0])
+    measurement = measured({"sqrtdk": [2.0] * 5}, rates, case)
+    (row,) = tabulation.tabulate_timings([measurement], rates[0])
     assert (row["share_of_peak"], row["share_of_gemm"], row["share_of_reading"]) == (0.5, 1.0, None)
     decode = Case("real", "decode", 1, 1, 1, 5, keys=25, bound_by_reading=True)  # 1000 bytes
-    found = measured({"sqrtdk": [2.0] * 5}, [Probe(1.0, 1.0, 1000.0)] * 6, decode)
-    (row,) = tabulation.tabulate_timings([found], found.probes[0])
+    measurement = measured({"sqrtdk": [2.0] * 5}, [Probe(1.0, 1.0, 1000.0)] * 6, decode)
+    (row,) = tabulation.tabulate_timings([measurement], measurement.probes[0])
     assert (row["share_of_peak"], row["share_of_gemm"], row["share_of_reading"]) == (None, None, 0.5)
 
 
@@ -234,15 +236,15 @@ def test_costs_are_percent_of_the_time_without():
 
 
 def test_growth_finds_the_power():
-    found = []
+    measurement = []
     for n in (512, 1024, 2048):
-        found.append(measured({"sqrtdk": [n**2.0] * 5}, case=Case("growth", f"full {n}", 1, 1, n, 8)))
+        measurement.append(measured({"sqrtdk": [n**2.0] * 5}, case=Case("growth", f"full {n}", 1, 1, n, 8)))
         narrow = Case("growth", f"window {n}", 1, 1, n, 8, causal=True, window=64)
-        found.append(measured({"sqrtdk": [64.0 * n] * 5}, case=narrow))
+        measurement.append(measured({"sqrtdk": [64.0 * n] * 5}, case=narrow))
     wide = Case("growth", "wide", 1, 1, 2048, 8, causal=True, window=256)
-    found.append(measured({"sqrtdk": [256.0 * 2048] * 5}, case=wide))
+    measurement.append(measured({"sqrtdk": [256.0 * 2048] * 5}, case=wide))
     peaks = [memory.Peak("n×n in NumPy", n, 4 * n * n) for n in (1024, 2048)]
-    rows = tabulation.tabulate_growth(found, peaks, GOOD, rng())
+    rows = tabulation.tabulate_growth(measurement, peaks, GOOD, rng())
     assert [(row["what"], row["grows_with"], round(row["power"], 6)) for row in rows] == [
         ("time, full", "N", 2.0),
         ("time, window", "N", 1.0),
@@ -250,7 +252,7 @@ def test_growth_finds_the_power():
         ("memory, full", "N", 2.0),
     ]
     assert rows[0]["low"] == pytest.approx(2.0)
-    (full, window) = tabulation.trace_growth(found, GOOD)
+    (full, window) = tabulation.trace_growth(measurement, GOOD)
     assert full["n"] == window["n"] == [512, 1024, 2048]
 
 
@@ -276,12 +278,12 @@ def test_peak_counts_what_is_held_for_a_while_and_not_the_result(kept, lowest, h
 
 def test_memory_says_why_there_is_no_number(monkeypatch):
     monkeypatch.setattr(memory, "_free_bytes", lambda: 2**20)
-    found = memory.measure_peak(find_contender("n×n in NumPy"), 2**15, 1)
-    assert found.extra_bytes is None
-    assert found.why_not == "needs about 24 GiB, more than is free"
+    measurement = memory.measure_peak(find_contender("n×n in NumPy"), 2**15, 1)
+    assert measurement.extra_bytes is None
+    assert measurement.why_not == "needs about 24 GiB, more than is free"
     monkeypatch.setattr(memory, "_can_reset", lambda: False)
     assert "cannot be read" in memory.measure_peak(find_contender("sqrtdk"), 8, 1).why_not
-    (row, _) = tabulation.tabulate_memory([found, found])
+    (row, _) = tabulation.tabulate_memory([measurement, measurement])
     assert row["mebibytes"] is None
 
 

@@ -85,12 +85,12 @@ def test_statistics_by_hand_are_the_statistics(causal):
     visible = case.visible()
     mask = None if visible is None else torch.from_numpy(visible)
     expected = sqrtdk.attention(*(array.astype(np.float64) for array in inputs[:3]), causal=causal).statistics
-    for found in (
+    for result in (
         by_hand.attend_in_numpy(inputs, visible),
         by_hand.attend_in_torch(q, k, v, mask),
         by_hand.attend_in_two_passes(q, k, v, causal),
     ):
-        for name, values in found.statistics.items():
+        for name, values in result.statistics.items():
             np.testing.assert_allclose(np.asarray(values), getattr(expected, name), rtol=1e-4, atol=1e-5, err_msg=name)
 
 
@@ -110,13 +110,13 @@ class FakeJax:
     @staticmethod
     def dot_product_attention(q, k, v, *, mask, is_causal, local_window_size):
         window = local_window_size
-        found = sqrtdk.attention(*(x.swapaxes(1, 2) for x in (q, k, v)), mask=mask, causal=is_causal, window=window)
+        result = sqrtdk.attention(*(x.swapaxes(1, 2) for x in (q, k, v)), mask=mask, causal=is_causal, window=window)
 
         class Result(np.ndarray):
             def block_until_ready(self):
                 return self
 
-        return found.output.swapaxes(1, 2).view(Result)
+        return result.output.swapaxes(1, 2).view(Result)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

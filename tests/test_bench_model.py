@@ -142,9 +142,9 @@ def test_another_scale_or_no_causal_mask_shows(transformers):
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, make_mask)
     everyone = [right, *(replace(right, name=name, prepare=_prepare(name)) for name in wrong)]
-    found = timing.measure(TINY, everyone, Script(GOOD), rounds=5, threads=1, rng=rng())
-    assert list(found.seconds) == [MODEL]
-    assert sorted(found.left_out) == sorted(wrong)
+    measurement = timing.measure(TINY, everyone, Script(GOOD), rounds=5, threads=1, rng=rng())
+    assert list(measurement.seconds) == [MODEL]
+    assert sorted(measurement.left_out) == sorted(wrong)
 
 
 @pytest.mark.long
@@ -154,6 +154,6 @@ def test_a_transformers_too_old_is_told(transformers, monkeypatch):
 
     monkeypatch.setattr("sqrtdk.torch.huggingface.register_huggingface", refuse)
     everyone = [find_contender(name) for name in (MODEL, MODEL_PEERS[0])]
-    found = timing.measure(TINY, everyone, Script(GOOD), rounds=5, threads=1, rng=rng())
-    assert found.left_out == {MODEL: "transformers 4.0 has no mask interface"}
-    assert list(found.seconds) == [MODEL_PEERS[0]]
+    measurement = timing.measure(TINY, everyone, Script(GOOD), rounds=5, threads=1, rng=rng())
+    assert measurement.left_out == {MODEL: "transformers 4.0 has no mask interface"}
+    assert list(measurement.seconds) == [MODEL_PEERS[0]]

@@ -60,8 +60,10 @@ def test_truth_is_the_derivative(case):
     assert set(truth.groups.tolist()) == {0, case.shape[2] - 1}
     assert (truth.heads // served).tolist() == np.repeat(truth.groups, served).tolist()
     whole = differentiate(case, inputs)
-    for found, exact, taken in zip(whole, truth.gradients, (truth.heads, truth.groups, truth.groups), strict=True):
-        np.testing.assert_allclose(found[truth.sequence][taken], exact, atol=1e-13)
+    for measurement, exact, taken in zip(
+        whole, truth.gradients, (truth.heads, truth.groups, truth.groups), strict=True
+    ):
+        np.testing.assert_allclose(measurement[truth.sequence][taken], exact, atol=1e-13)
 
 
 @pytest.mark.parametrize("name", BOTH)
@@ -96,9 +98,9 @@ def test_wrong_gradients_are_left_out():
         return right.prepare(case, inputs._replace(grad_output=2 * inputs.grad_output), threads)
 
     pair = [right, replace(right, name="twice", prepare=prepare)]
-    found = timing.measure(CASES[0], pair, Script(GOOD), rounds=5, threads=1, rng=rng())
-    assert list(found.seconds) == [right.name]
-    assert found.left_out == {"twice": "its answer is off by 1.0e+00"}
+    measurement = timing.measure(CASES[0], pair, Script(GOOD), rounds=5, threads=1, rng=rng())
+    assert list(measurement.seconds) == [right.name]
+    assert measurement.left_out == {"twice": "its answer is off by 1.0e+00"}
 
 
 def test_backward_runs_the_forward_each_time():

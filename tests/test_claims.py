@@ -42,7 +42,7 @@ QUICK = [claim.id for claim in list_claims() if not claim.trains]
 
 
 @pytest.fixture(scope="module")
-def found():
+def verdicts():
     rows = check_claims(QUICK).tables["claims"]
     return {row["id"]: row for row in rows}
 
@@ -59,22 +59,22 @@ def test_every_source_is_explained():
     assert all(f"{name} {words}" in check_claims(["op.stable"]).reading[-1] for name, words in SOURCES.items())
 
 
-def test_each_row_is_complete(found):
-    for claim in found.values():
+def test_each_row_is_complete(verdicts):
+    for claim in verdicts.values():
         assert claim["verdict"] in ("holds", "wrong", "depends")
         assert all(claim[name].strip() for name in ("id", "source", "claimed", "computed", "why"))
         assert claim["why"].endswith(".")
 
 
 @pytest.mark.parametrize("name", sorted(VERDICTS))
-def test_verdicts(found, name):
-    assert found[name]["verdict"] == VERDICTS[name], found[name]
+def test_verdicts(verdicts, name):
+    assert verdicts[name]["verdict"] == VERDICTS[name], verdicts[name]
 
 
-def test_monte_carlo_lines_state_interval_n_and_seed(found):
+def test_monte_carlo_lines_state_interval_n_and_seed(verdicts):
     for name in ("var.product", "var.dot", "var.mean", "var.root", "var.inverse", "var.terms"):
-        assert "95%, n=" in found[name]["computed"]
-        assert "seed 0" in found[name]["computed"]
+        assert "95%, n=" in verdicts[name]["computed"]
+        assert "seed 0" in verdicts[name]["computed"]
 
 
 @pytest.mark.slow
@@ -87,32 +87,32 @@ def test_verdicts_do_not_hang_on_the_seed(seed):
     assert [claim["computed"] for claim in other] != [claim["computed"] for claim in zero]
 
 
-def test_the_numbers_of_the_worked_examples(found):
-    assert found["soft.exp"]["numbers"]["ratio"]["50"] == pytest.approx(1000, rel=1e-6)
-    assert found["soft.peak"]["numbers"]["ratio"] == pytest.approx(np.exp(0.6))
-    assert found["soft.five8"]["numbers"]["claimed_sum"] == pytest.approx(0.85)
+def test_the_numbers_of_the_worked_examples(verdicts):
+    assert verdicts["soft.exp"]["numbers"]["ratio"]["50"] == pytest.approx(1000, rel=1e-6)
+    assert verdicts["soft.peak"]["numbers"]["ratio"] == pytest.approx(np.exp(0.6))
+    assert verdicts["soft.five8"]["numbers"]["claimed_sum"] == pytest.approx(0.85)
     np.testing.assert_allclose(
-        found["soft.five8"]["numbers"]["weights"], [0.3710, 0.0797, 0.3529, 0.0598, 0.1365], atol=5e-5
+        verdicts["soft.five8"]["numbers"]["weights"], [0.3710, 0.0797, 0.3529, 0.0598, 0.1365], atol=5e-5
     )
 
 
-def test_gradients_are_larger_but_uneven_without_scaling(found):
-    numbers = found["grad.vanish"]["numbers"]
+def test_gradients_are_larger_but_uneven_without_scaling(verdicts):
+    numbers = verdicts["grad.vanish"]["numbers"]
     wide = [numbers[f"64,1024,{name}"]["grad_q_mean"] for name in ("none", "sqrt", "inverse")]
     np.testing.assert_allclose(wide, [13.7, 0.40, 0.031], rtol=0.15)
     assert numbers["512,16,none"]["grad_q_p5"] < 1e-7 < 1 < numbers["512,16,sqrt"]["grad_q_p5"]
 
 
-def test_claims_and_exercises_speak_of_one_measurement(found):
+def test_claims_and_exercises_speak_of_one_measurement(verdicts):
     explained = {(row["scale"], row["quantity"]): row for row in exercises.explain(d_k=64, n=1024).tables["explain"]}
-    numbers = {name: found[name]["numbers"] for name in ("soft.onehot", "soft.uniform", "soft.small", "grad.vanish")}
+    numbers = {name: verdicts[name]["numbers"] for name in ("soft.onehot", "soft.uniform", "soft.small", "grad.vanish")}
     assert numbers["soft.onehot"]["sum_p2"]["64,1024"] == explained["none", "sum_p2"]["measured"]
     assert numbers["soft.uniform"]["entropy_ratio"]["64"] == explained["inverse", "entropy_ratio"]["measured"]
     lost = explained["sqrt", "entropy_ratio"]["measured"] - explained["none", "entropy_ratio"]["measured"]
     assert numbers["soft.small"]["entropy_ratio_lost"]["64,1024"] == lost
     gradient = numbers["grad.vanish"]["64,1024,none"]["grad_q_mean"]
     assert gradient == pytest.approx(explained["none", "grad_q"]["measured"], rel=1e-12)
-    sampled = found["var.dot"]["numbers"]["sampled"]
+    sampled = verdicts["var.dot"]["numbers"]["sampled"]
     for size in exercises.variance().tables["variance"]:
         if size["scale"] == "none":
             assert sampled[str(size["d_k"])] == pytest.approx(size["measured"] ** 2, rel=1e-4)
@@ -160,7 +160,7 @@ def test_groups_and_unknown_names():
         check_claims(["opp"])
 
 
-def test_record_is_json_of_the_agreed_shape(found):
+def test_record_is_json_of_the_agreed_shape(verdicts):
     content = check_claims(["soft.5"]).as_json()
     assert json.loads(json.dumps(content))["claims"][0].keys() >= {
         "id", "source", "claimed", "computed", "verdict", "why",
@@ -200,9 +200,9 @@ def test_published_scales_are_what_the_models_code_does(item):
 def test_too_short_a_training_decides_nothing():
     evidence = Evidence(seeds=1, steps=2, lab=Lab(executor=Processes(1)))
     ids = ["grad.learning", "soft.trained", "scale.temperature", "scale.query"]
-    for found in check_claims(ids, evidence).tables["claims"]:
-        assert found["verdict"] == "depends"
-        assert found["why"].startswith("In 2 steps not even the models with 1/√dₖ learn the task")
+    for verdicts in check_claims(ids, evidence).tables["claims"]:
+        assert verdicts["verdict"] == "depends"
+        assert verdicts["why"].startswith("In 2 steps not even the models with 1/√dₖ learn the task")
 
 
 def test_training_can_be_left_out():

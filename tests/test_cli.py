@@ -181,7 +181,7 @@ def test_any_encoding_is_written(encoding, line):
 
 
 def test_json_is_the_same_in_any_encoding():
-    found = []
+    result = []
     for encoding in ("utf-8", "ascii", "latin-1"):
         done = subprocess.run(
             [sys.executable, "-m", "sqrtdk", "saturation", "--json"],
@@ -190,8 +190,8 @@ def test_json_is_the_same_in_any_encoding():
             timeout=60,
             env=os.environ | {"PYTHONIOENCODING": encoding},
         )
-        found.append(json.loads(done.stdout.decode(encoding)))
-    assert found[0] == found[1] == found[2]
+        result.append(json.loads(done.stdout.decode(encoding)))
+    assert result[0] == result[1] == result[2]
 
 
 @pytest.mark.parametrize("columns", [None, 80, 200])

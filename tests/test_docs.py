@@ -41,8 +41,8 @@ class Block:
 
 def blocks_of(page):
     text = page.read_text(encoding="utf-8")
-    found = re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return [Block(page, text[: m.start()].count("\n") + 2, m[1], m[2]) for m in found]
+    result = re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [Block(page, text[: m.start()].count("\n") + 2, m[1], m[2]) for m in result]
 
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]

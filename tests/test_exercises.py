@@ -39,9 +39,9 @@ def test_student_interval_against_mpmath():
     # P(|T| < t) = 0.95 for 7 degrees of freedom, from the incomplete beta function.
     quantile = mpmath.findroot(lambda t: mpmath.betainc(3.5, 0.5, 0, 7 / (7 + t * t), regularized=True) - 0.05, 2.3)
     half = float(quantile) * values.std(ddof=1) / math.sqrt(8)
-    found = estimate_mean(values)
-    assert found.high - found.value == pytest.approx(half, rel=1e-3)
-    assert found.value - found.low == pytest.approx(half, rel=1e-3)
+    result = estimate_mean(values)
+    assert result.high - result.value == pytest.approx(half, rel=1e-3)
+    assert result.value - result.low == pytest.approx(half, rel=1e-3)
 
 
 def test_sampled_rows_against_a_direct_computation():
@@ -102,7 +102,7 @@ def test_standard_deviation_interval_uses_the_fourth_moment():
     # Var(s²) is larger for heavy tails; a Gaussian formula would give the same relative width for both.
     rng = np.random.default_rng(0)
     light, heavy = rng.uniform(-1, 1, 5000), rng.standard_t(5, 5000)
-    width = [math.log(found.high / found.low) for found in (estimate_std(light), estimate_std(heavy))]
+    width = [math.log(result.high / result.low) for result in (estimate_std(light), estimate_std(heavy))]
     assert width[0] < 0.75 * width[1]
 
 
@@ -138,9 +138,9 @@ def test_saturation_points_against_mpmath(zeros, share):
             return -p * mpmath.log(p) - zeros * rest * mpmath.log(rest)
 
         ratio = float(mpmath.findroot(lambda x: entropy(x) - share * mpmath.log(zeros + 1), trace + 1))
-    found = exercises.saturation(zeros=zeros, share=share).tables["points"]
-    assert [row["x"] for row in found[:4]] == pytest.approx([trace, weight, ratio, slope], rel=1e-9)
-    assert [row["main"] for row in found] == [True, False, False, False, False]
+    result = exercises.saturation(zeros=zeros, share=share).tables["points"]
+    assert [row["x"] for row in result[:4]] == pytest.approx([trace, weight, ratio, slope], rel=1e-9)
+    assert [row["main"] for row in result] == [True, False, False, False, False]
 
 
 def test_float32_saturation_point_is_the_first():

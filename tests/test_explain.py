@@ -32,8 +32,8 @@ def test_explain_says_where_the_size_lies(d_k, n, place):
 def test_explain_says_what_its_numbers_say(d_k, n):
     """Every sentence at sizes where a fixed one would be false somewhere."""
     record = exercises.explain(d_k=d_k, n=n, draws=8, queries=4)
-    found = cells_of(record)
-    keys = {scale: found[scale, "effective_keys"]["measured"] for scale in ("none", "sqrt", "inverse")}
+    result = cells_of(record)
+    keys = {scale: result[scale, "effective_keys"]["measured"] for scale in ("none", "sqrt", "inverse")}
     ratio = keys["sqrt"] / keys["none"]
     last = record.reading[-1]
     assert last == record.headline
@@ -42,20 +42,20 @@ def test_explain_says_what_its_numbers_say(d_k, n):
     assert ("scaling matters somewhat" in last) == (1.1 <= ratio < 2)
     assert last.endswith("scaling matters.") == (ratio >= 2)
     assert ("nothing to scale" in last) == (d_k == 1)
-    way = (found["none", "sum_p2"]["predicted"] - 1 / n) / (1 - 1 / n)
+    way = (result["none", "sum_p2"]["predicted"] - 1 / n) / (1 - 1 / n)
     assert f"{100 * way:.0f} % of the way" in record.reading[1]
     assert ("nearly one-hot" in record.reading[1]) == (way >= 0.5) == (record.spec["regime"] == "nearly one-hot")
-    gradient = [found[scale, "grad_q"]["measured"] for scale in ("sqrt", "none", "inverse")]
+    gradient = [result[scale, "grad_q"]["measured"] for scale in ("sqrt", "none", "inverse")]
     assert f"is {gradient[0]:.3g} with 1/√dₖ, {gradient[1] / gradient[0]:.3g} times that" in record.reading[2]
-    judged = [found[scale, name]["inside"] for scale in keys for name in ("logit_std", "entropy_ratio", "sum_p2")]
+    judged = [result[scale, name]["inside"] for scale in keys for name in ("logit_std", "entropy_ratio", "sum_p2")]
     assert f"Of 9 predictions (σ, H/ln n and Σp²) {sum(judged)} lie inside" in record.reading[3]
 
 
 def test_explain_at_the_size_where_a_rule_of_thumb_fails():
     record = exercises.explain(d_k=13, n=1024)
-    found = cells_of(record)
-    assert found["none", "effective_keys"]["measured"] < 20
-    assert found["sqrt", "effective_keys"]["measured"] > 350
+    result = cells_of(record)
+    assert result["none", "effective_keys"]["measured"] < 20
+    assert result["sqrt", "effective_keys"]["measured"] > 350
     assert record.reading[-1].endswith("at this size scaling matters.")
 
 
@@ -104,26 +104,26 @@ def test_explain_leaves_out_the_law_where_it_states_no_error(d_k, n):
 
 
 def test_the_estimate_of_the_gradient_stands_with_what_it_is_off_by():
-    found = cells_of(exercises.explain(d_k=64, n=1024))
+    result = cells_of(exercises.explain(d_k=64, n=1024))
     for scale in ("none", "sqrt", "inverse"):
-        row = found[scale, "grad_q"]
+        row = result[scale, "grad_q"]
         assert row["inside"] is None
         assert row["ratio"] == pytest.approx(row["measured"] / row["predicted"])
     side = {row["quantity"]: row for row in exercises.explain(d_k=64, n=1024).tables["side_by_side"]}
-    assert side["grad_q"]["none_predicted"] == f"≈ 31.3 (measured {found['none', 'grad_q']['ratio']:.2g} × that)"
+    assert side["grad_q"]["none_predicted"] == f"≈ 31.3 (measured {result['none', 'grad_q']['ratio']:.2g} × that)"
     assert side["effective_keys"]["none_predicted"] is None
 
 
 def test_explain_measures_what_the_design_states():
-    found = cells_of(exercises.explain(seed=0))
-    assert found["sqrt", "entropy_ratio"]["law"] == pytest.approx(0.928, abs=5e-4)
-    assert found["sqrt", "entropy_ratio"]["measured"] == pytest.approx(0.928, abs=0.004)
-    assert found["none", "sum_p2"]["law"] == pytest.approx(0.535, abs=1e-3)
-    assert found["none", "sum_p2"]["measured"] == pytest.approx(0.605, abs=0.03)
-    assert found["none", "logit_std"]["low"] < 8.0 < found["none", "logit_std"]["high"]
-    assert found["inverse", "effective_keys"]["measured"] > 1000
-    assert found["none", "effective_keys"]["law"] is None
-    order = [found[scale, "grad_q"]["measured"] for scale in ("none", "sqrt", "inverse")]
+    result = cells_of(exercises.explain(seed=0))
+    assert result["sqrt", "entropy_ratio"]["law"] == pytest.approx(0.928, abs=5e-4)
+    assert result["sqrt", "entropy_ratio"]["measured"] == pytest.approx(0.928, abs=0.004)
+    assert result["none", "sum_p2"]["law"] == pytest.approx(0.535, abs=1e-3)
+    assert result["none", "sum_p2"]["measured"] == pytest.approx(0.605, abs=0.03)
+    assert result["none", "logit_std"]["low"] < 8.0 < result["none", "logit_std"]["high"]
+    assert result["inverse", "effective_keys"]["measured"] > 1000
+    assert result["none", "effective_keys"]["law"] is None
+    order = [result[scale, "grad_q"]["measured"] for scale in ("none", "sqrt", "inverse")]
     assert order == sorted(order, reverse=True)
 
 

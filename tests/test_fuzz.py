@@ -34,8 +34,8 @@ def choose_seed(usual):
 
 def assert_nothing_found(seed, first, count):
     print(f"seed {seed}, cases {first} to {first + count - 1}")
-    found = list(hunt(seed, first, count))
-    assert not found, f"{len(found)} of {count} cases are wrong:\n" + "\n".join(map(str, found[:10]))
+    result = list(hunt(seed, first, count))
+    assert not result, f"{len(result)} of {count} cases are wrong:\n" + "\n".join(map(str, result[:10]))
 
 
 @pytest.mark.slow
@@ -112,7 +112,7 @@ def test_worker_that_dies_is_started_again_behind_the_call_that_killed_it(tmp_pa
         "    if case == 3: os.abort()\n"
         "    if case == 5: print(json.dumps({'case': 5, 'call': '', 'mismatches': {'output': 'off'}}), flush=True)\n"
     )
-    found = list(hunt(0, 0, 8, (sys.executable, str(script))))
-    assert [one.case for one in found] == [3, 5]
-    assert "dies with -6" in found[0].mismatches
-    assert "--seed 0 --case 5" in str(found[1])
+    result = list(hunt(0, 0, 8, (sys.executable, str(script))))
+    assert [one.case for one in result] == [3, 5]
+    assert "dies with -6" in result[0].mismatches
+    assert "--seed 0 --case 5" in str(result[1])

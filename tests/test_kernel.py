@@ -120,9 +120,9 @@ def test_what_is_masked_has_no_influence_to_the_bit(shape, poison, dtype):
     dirty_v[:, :, hidden] = poison
     same(clean, attention(q, dirty_k, dirty_v, mask=mask, **call))
     additive = np.where(mask, 0.0, -np.inf).astype(np.float32)
-    found = attention(q, dirty_k, dirty_v, mask=additive, **call)
-    same(attention(q, k, v, mask=additive, **call), found)
-    np.testing.assert_array_equal(found.output, clean.output)
+    result = attention(q, dirty_k, dirty_v, mask=additive, **call)
+    same(attention(q, k, v, mask=additive, **call), result)
+    np.testing.assert_array_equal(result.output, clean.output)
 
 
 def test_leading_axes_that_do_not_join_are_gone_through_one_by_one():
@@ -150,9 +150,9 @@ def test_the_other_byte_order_is_read_and_kept(dtype):
     q, k, v = draw(5, (2, 9, 16), (2, 11, 16), 8, dtype)
     mask = np.random.default_rng(5).standard_normal((9, 11)).astype(dtype)
     swapped = [x.astype(x.dtype.newbyteorder()) for x in (q, k, v, mask)]
-    found = attention(*swapped[:3], mask=swapped[3])
-    assert found.output.dtype == swapped[0].dtype
-    np.testing.assert_array_equal(found.output.astype(dtype), attention(q, k, v, mask=mask).output)
+    result = attention(*swapped[:3], mask=swapped[3])
+    assert result.output.dtype == swapped[0].dtype
+    np.testing.assert_array_equal(result.output.astype(dtype), attention(q, k, v, mask=mask).output)
 
 
 def test_a_misaligned_additive_mask():
@@ -185,15 +185,15 @@ def test_70000_tiny_batches():
     rng = np.random.default_rng(8)
     q, k, v = rng.standard_normal((3, 70_000, 1, 2, 4)).astype(np.float32)
     with backends.use_threads(2):
-        found = attention(q, k, v)
+        result = attention(q, k, v)
     for n in (0, 1, 65_535, 65_536, 69_999):
-        same(attention(q[n], k[n], v[n]), found_at(found, n))
+        same(attention(q[n], k[n], v[n]), found_at(result, n))
 
 
-def found_at(found, n):
+def found_at(result, n):
     """The n-th entry of a batch's result."""
-    rows = {name: getattr(found.statistics, name)[n] for name in ROW_FIELDS}
-    return found._replace(output=found.output[n], statistics=type(found.statistics)(**rows))
+    rows = {name: getattr(result.statistics, name)[n] for name in ROW_FIELDS}
+    return result._replace(output=result.output[n], statistics=type(result.statistics)(**rows))
 
 
 def test_a_broadcast_mask_is_never_written_out():

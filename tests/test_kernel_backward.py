@@ -92,9 +92,15 @@ class Case:
         """Gradients in float64 of the arrays as they are rounded."""
         wide = [x.astype(np.float64) for x in (self.q, self.k, self.v, self.grad)]
         with backends.use("reference"):
-            found = sqrtdk.attention_gradients(*wide, **self.options())
-        sinks = np.zeros(self.q.shape[1]) if found.sinks is None else found.sinks
-        return {"query": found.query, "key": found.key, "value": found.value, "scale": found.scale, "sinks": sinks}
+            computed = sqrtdk.attention_gradients(*wide, **self.options())
+        sinks = np.zeros(self.q.shape[1]) if computed.sinks is None else computed.sinks
+        return {
+            "query": computed.query,
+            "key": computed.key,
+            "value": computed.value,
+            "scale": computed.scale,
+            "sinks": sinks,
+        }
 
     def attended(self):
         with backends.use("reference"):
@@ -180,12 +186,12 @@ def poison_hidden(rng, case):
 
 def assert_close(case, gradients, expected, units):
     for name in NAMES:
-        found, right = gradients[name].astype(np.float64), expected[name]
+        computed, right = gradients[name].astype(np.float64), expected[name]
         if name == "sinks":
-            found = found.sum(axis=(0, 2))
-        np.testing.assert_array_equal(np.isnan(found), np.isnan(right), err_msg=name)
+            computed = computed.sum(axis=(0, 2))
+        np.testing.assert_array_equal(np.isnan(computed), np.isnan(right), err_msg=name)
         largest = max(np.abs(right[np.isfinite(right)]).max(initial=0.0), 1.0)
-        np.testing.assert_allclose(found, right, rtol=0, atol=units * UNIT[case.dtype] * largest, err_msg=name)
+        np.testing.assert_allclose(computed, right, rtol=0, atol=units * UNIT[case.dtype] * largest, err_msg=name)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -353,7 +359,9 @@ def test_float32_errors_are_within_three_times_an_evaluation_in_float32(native, 
     for name, right in expected.items():
         if name == "sinks":
             continue
-        errors = [np.abs(found[name].astype(np.float64).reshape(right.shape) - right) for found in (gradients, peer)]
+        errors = [
+            np.abs(computed[name].astype(np.float64).reshape(right.shape) - right) for computed in (gradients, peer)
+        ]
         for measure in (np.max, np.mean):
             assert measure(errors[0]) <= 3 * measure(errors[1]), (name, measure.__name__)
 

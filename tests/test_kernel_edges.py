@@ -29,9 +29,9 @@ def attend_to(logits, rows, values=None, dtype=np.float32, **call):
     return attention(np.ones((rows, 1), dtype), k, np.asarray(v, dtype), scale=1.0, **call)
 
 
-def assert_statistics_equal(found, expected, names):
+def assert_statistics_equal(result, expected, names):
     for name in names:
-        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), err_msg=name)
+        np.testing.assert_array_equal(getattr(result, name), getattr(expected, name), err_msg=name)
 
 
 @pytest.mark.parametrize("scale", [1e-13, -1e-300, 1e13])
@@ -43,9 +43,9 @@ def test_rows_that_see_nothing_beside_a_scale_that_is_not_folded(call, scale):
     call = {"causal": True, "scale": scale} | call
     expected = by_reference(q, k, v, **call)
     for _ in range(20):
-        found = attention(q, k, v, **call)
-    np.testing.assert_allclose(found.output, expected.output, rtol=1e-5, atol=1e-6)
-    assert_statistics_equal(found.statistics, expected.statistics, ("visible_keys", "max_key"))
+        result = attention(q, k, v, **call)
+    np.testing.assert_allclose(result.output, expected.output, rtol=1e-5, atol=1e-6)
+    assert_statistics_equal(result.statistics, expected.statistics, ("visible_keys", "max_key"))
 
 
 @pytest.mark.parametrize("queries", [1, 3, 70])
@@ -83,9 +83,9 @@ SPREAD = {
 @pytest.mark.parametrize("case", [*FAINT, *SPREAD])
 def test_sums_over_the_tail_are_right_to_a_millionth(case, rows):
     logits = np.asarray({**FAINT, **SPREAD}[case], np.float32)
-    found = attend_to(logits, ROWS[rows]).statistics
+    result = attend_to(logits, ROWS[rows]).statistics
     for field, expected in zip(("tail_weight", "tail_p2", "tail_p3"), exact_tails(logits), strict=True):
-        np.testing.assert_allclose(getattr(found, field), expected, rtol=1e-6, err_msg=field)
+        np.testing.assert_allclose(getattr(result, field), expected, rtol=1e-6, err_msg=field)
 
 
 @pytest.mark.parametrize("heads", [1, 3, 8])
@@ -109,19 +109,19 @@ def test_bits_of_long_decoding_do_not_depend_on_the_batch_or_on_strides(heads):
 def test_values_near_the_largest_number_are_averaged(dtype, rows):
     values = np.linspace(0.5, 0.9, 40)[:, None] * np.finfo(dtype).max
     expected = by_reference(np.ones((1, 1)), np.zeros((40, 1)), values).output[0]
-    found = attend_to(np.zeros(40), ROWS[rows], values, dtype).output
-    np.testing.assert_allclose(found, np.broadcast_to(expected, found.shape), rtol=1e-6)
+    result = attend_to(np.zeros(40), ROWS[rows], values, dtype).output
+    np.testing.assert_allclose(result, np.broadcast_to(expected, result.shape), rtol=1e-6)
 
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(("dtype", "sink"), [(np.float32, 100.0), (np.float32, 130.0), (np.float64, 720.0)])
 def test_a_sink_far_above_the_logits(dtype, sink, rows):
     values = np.linspace(1.0, 2.0, 30)[:, None] * 1e30
-    found = attend_to(np.linspace(0, 1, 30), ROWS[rows], values, dtype, sinks=[sink])
+    result = attend_to(np.linspace(0, 1, 30), ROWS[rows], values, dtype, sinks=[sink])
     # Of the sink's share nothing is missing: the weights are exp(logit − sink).
     weights = np.exp(np.linspace(0, 1, 30).astype(dtype).astype(np.float64) - sink)
-    expected = np.broadcast_to(weights @ values.astype(dtype).astype(np.float64), found.output.shape)
-    np.testing.assert_allclose(found.output, expected, rtol=1e-6, atol=np.finfo(dtype).smallest_subnormal)
+    expected = np.broadcast_to(weights @ values.astype(dtype).astype(np.float64), result.output.shape)
+    np.testing.assert_allclose(result.output, expected, rtol=1e-6, atol=np.finfo(dtype).smallest_subnormal)
 
 
 def test_a_sink_beyond_any_weight_leaves_zeros():
@@ -143,10 +143,10 @@ def test_mean_and_variance_of_enormous_logits(logits, mean, variance, rows):
     if mean is None:  # an ulp apart: half of it is the deviation of both
         apart = logits[1] - logits[0]
         mean, variance = logits[0], (apart / 2) ** 2
-    found = attend_to(logits, ROWS[rows], dtype=np.float64).statistics
-    np.testing.assert_allclose(found.logit_mean, mean, rtol=1e-15, atol=1e290 if mean == 0.0 else 0.0)
-    np.testing.assert_allclose(found.logit_variance, variance, rtol=1e-14)
-    np.testing.assert_array_equal(found.score_variance, found.logit_variance)
+    result = attend_to(logits, ROWS[rows], dtype=np.float64).statistics
+    np.testing.assert_allclose(result.logit_mean, mean, rtol=1e-15, atol=1e290 if mean == 0.0 else 0.0)
+    np.testing.assert_allclose(result.logit_variance, variance, rtol=1e-14)
+    np.testing.assert_array_equal(result.score_variance, result.logit_variance)
 
 
 ODD = {
@@ -174,14 +174,14 @@ def test_max_key_and_maxima_of_ties_and_of_what_is_not_finite(case, call, rows, 
         mask = np.full((rows, keys), call["mask"])
         mask[:, 0] = mask[:, 4] = False if call["mask"] is True else -np.inf
         call["mask"] = mask
-    found = attend_to(logits, rows, **call).statistics
+    result = attend_to(logits, rows, **call).statistics
     with backends.use("reference"):
         expected = attend_to(logits, rows, **call).statistics
-    assert_statistics_equal(found, expected, ("visible_keys", "max_key"))
-    np.testing.assert_allclose(found.max_logit, expected.max_logit, rtol=3e-7)
-    np.testing.assert_allclose(found.score_max, expected.score_max, rtol=3e-7)
+    assert_statistics_equal(result, expected, ("visible_keys", "max_key"))
+    np.testing.assert_allclose(result.max_logit, expected.max_logit, rtol=3e-7)
+    np.testing.assert_allclose(result.score_max, expected.score_max, rtol=3e-7)
     for name in ("entropy", "tail_weight", "logit_mean", "logit_variance", "logsumexp", "score_variance"):
-        one, other = getattr(found, name), getattr(expected, name)
+        one, other = getattr(result, name), getattr(expected, name)
         np.testing.assert_array_equal(np.isnan(one), np.isnan(other), err_msg=name)
         np.testing.assert_array_equal(np.isinf(one), np.isinf(other), err_msg=name)
 
@@ -190,13 +190,13 @@ def test_max_key_and_maxima_of_ties_and_of_what_is_not_finite(case, call, rows, 
 def test_a_row_that_sees_only_minus_infinity_names_a_visible_key(rows):
     mask = np.ones((ROWS[rows], 6), bool)
     mask[:, :2] = False
-    found = attend_to([0.0, 1.0] + [-math.inf] * 4, ROWS[rows], mask=mask)
-    assert (found.statistics.max_key == 2).all()
-    assert np.isneginf(found.statistics.logsumexp).all()
-    assert np.isnan(found.output).all()
+    result = attend_to([0.0, 1.0] + [-math.inf] * 4, ROWS[rows], mask=mask)
+    assert (result.statistics.max_key == 2).all()
+    assert np.isneginf(result.statistics.logsumexp).all()
+    assert np.isnan(result.output).all()
     with backends.use("reference"):
         expected = attend_to([0.0, 1.0] + [-math.inf] * 4, ROWS[rows], mask=mask)
-    assert_statistics_equal(found.statistics, expected.statistics, ("max_key", "max_logit", "score_max", "logsumexp"))
+    assert_statistics_equal(result.statistics, expected.statistics, ("max_key", "max_logit", "score_max", "logsumexp"))
 
 
 @pytest.mark.parametrize("rows", ROWS)

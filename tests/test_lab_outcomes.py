@@ -117,22 +117,22 @@ def test_comparison_pairs_by_seed():
 def test_comparison_at_the_best_rates_crosses_rates():
     losses = {("sqrt", 1e-3): 0.1, ("sqrt", 1e-2): 0.5, ("none", 1e-3): 2.0, ("none", 1e-2): 1.0}
     rows = [run(scale, seed, loss, lr=lr) for (scale, lr), loss in losses.items() for seed in range(3)]
-    found = compare(rows, choose_best(summarise(rows)))
-    same = {row["lr"]: row["median_difference"] for row in found if row["basis"] == "same_lr"}
+    result = compare(rows, choose_best(summarise(rows)))
+    same = {row["lr"]: row["median_difference"] for row in result if row["basis"] == "same_lr"}
     assert same == {1e-3: pytest.approx(1.9), 1e-2: pytest.approx(0.5)}
-    (best,) = [row for row in found if row["basis"] == "best_lr"]
+    (best,) = [row for row in result if row["basis"] == "best_lr"]
     assert (best["lr"], best["against_lr"]) == (1e-2, 1e-3)
     assert best["median_difference"] == pytest.approx(0.9)
 
 
 def test_absorbed_is_held_against_unit_with_sqrt():
     rows = [run("sqrt", 0, 0.1), run("none", 0, 0.3, init="absorbed"), run("sqrt", 0, 0.2, init="absorbed")]
-    found = compare(rows, choose_best(summarise(rows)))
-    assert [(row["scale"], row["init"], row["against_init"]) for row in found] == [
+    result = compare(rows, choose_best(summarise(rows)))
+    assert [(row["scale"], row["init"], row["against_init"]) for row in result] == [
         ("none", "absorbed", "unit"),
         ("sqrt", "absorbed", "unit"),
     ]
-    assert found[0]["median_difference"] == pytest.approx(0.2)
+    assert result[0]["median_difference"] == pytest.approx(0.2)
 
 
 def test_both_diverged_is_a_tie_and_one_is_an_infinite_difference():
@@ -176,8 +176,8 @@ def test_reading_of_equal_policies_and_of_a_policy_that_only_failed():
 
 
 def learned(seed, mean, heads, spread, scale="learned"):
-    found = {"temperature": mean, "temperature_least": min(heads), "temperature_largest": max(heads)}
-    return run(scale, seed, 0.1) | found | {"temperature_spread": spread, "temperatures": heads, "layers": 2}
+    result = {"temperature": mean, "temperature_least": min(heads), "temperature_largest": max(heads)}
+    return run(scale, seed, 0.1) | result | {"temperature_spread": spread, "temperatures": heads, "layers": 2}
 
 
 def test_temperatures_are_summed_up_only_where_some_were_learned():
@@ -191,15 +191,15 @@ def test_temperatures_are_summed_up_only_where_some_were_learned():
         learned(2, 1.1, [1.1, 1.1, 0.5, 2.0], 0.1),
         diverged,
     ]
-    sqrt, found = summarise([*plain, *rows])
+    sqrt, result = summarise([*plain, *rows])
     assert {name: value for name, value in sqrt.items() if name.startswith("temperature")} == dict.fromkeys(
         ["temperature_by_layer", "temperature_median", "temperature_range", "temperature_spread_median"]
     )
-    assert found["temperature_median"] == 1.1
-    assert found["temperature_by_layer"] == pytest.approx([1.1, 1.0])
-    assert found["temperature_range"] == [0.5, 4.0]
-    assert found["temperature_spread_median"] == 0.1
-    summary = choose_best([sqrt, found])
+    assert result["temperature_median"] == 1.1
+    assert result["temperature_by_layer"] == pytest.approx([1.1, 1.0])
+    assert result["temperature_range"] == [0.5, 4.0]
+    assert result["temperature_spread_median"] == 0.1
+    summary = choose_best([sqrt, result])
     sentences = [text for text in _read(Recall(), summary, compare([*plain, *rows], summary)) if "√dₖ" in text]
     assert len(sentences) == 1
     assert "from 1 to 1.100 in layer 1, 1.000 in layer 2" in sentences[0]

@@ -185,10 +185,10 @@ def test_rows_without_a_batch_attend_and_differentiate():
         scale=np.full((2, 1), 0.5),
         visible=np.ones((2, 4), bool),
     )
-    found = attend(rows)
+    result = attend(rows)
     expected = exact_softmax([0.5 * math.fsum(rows.q[0] * rows.k[j]) for j in range(4)])
-    np.testing.assert_allclose(found.weights[0], expected, rtol=1e-13)
-    np.testing.assert_allclose(found.output[0], expected @ rows.v, rtol=1e-12)
+    np.testing.assert_allclose(result.weights[0], expected, rtol=1e-13)
+    np.testing.assert_allclose(result.output[0], expected @ rows.v, rtol=1e-12)
     assert attend(rows, statistics=False).statistics is None
     grad = np.array([[1.0, 0.0], [0.0, 0.0]])
     np.testing.assert_allclose(differentiate(rows, grad).value[:, 0], expected, rtol=1e-13)

@@ -11,7 +11,7 @@ from example_records import POLICIES, every_kind, make_ablation, make_claims, ma
 from sqrtdk.errors import InvalidValueError
 from sqrtdk.exercises import explain, gradients, saturation, temperature, variance
 from sqrtdk.report import figure_for, figure_kinds, learning_figures
-from sqrtdk.report.figure import Axis, Band, Figure, Heatmap, Line, Panel, Points, numbers
+from sqrtdk.report.figure import Axis, Band, Figure, Heatmap, Line, Panel, Points, floats
 from sqrtdk.report.palette import VERDICT_COLOURS, policy_colour
 
 KINDS = ("ablation", "bench", "claims", "explain", "gradients", "saturation", "swap", "temperature", "variance")
@@ -309,9 +309,9 @@ def test_series_that_cannot_be_drawn_are_refused(build):
         build()
 
 
-def test_numbers_turn_nothing_into_nan():
-    assert numbers([1, None])[0] == 1.0
-    assert math.isnan(numbers([1, None])[1])
+def test_floats_turn_nothing_into_nan():
+    assert floats([1, None])[0] == 1.0
+    assert math.isnan(floats([1, None])[1])
 
 
 def test_legend_names_each_group_once_and_leaves_out_the_nameless():

@@ -68,8 +68,8 @@ def test_formulas_with_numbers_computed_elsewhere(policy, d_k, expected):
 
 def test_log_n_counts_the_visible_keys():
     visible = [1, 2, 1024, 0]
-    found = scales.LogN(0.5).factor(context(16, visible=visible))
-    np.testing.assert_allclose(found, [0.0, 0.125 * 0.6931471805599453, 0.125 * 6.931471805599453, 0.0], rtol=1e-15)
+    result = scales.LogN(0.5).factor(context(16, visible=visible))
+    np.testing.assert_allclose(result, [0.0, 0.125 * 0.6931471805599453, 0.125 * 6.931471805599453, 0.0], rtol=1e-15)
     root = scales.LogN(power=0.5).factor(context(16, visible=visible))
     np.testing.assert_allclose(root, [0.0, 0.25 * 0.8325546111576977, 0.25 * 2.6327688477341593, 0.0], rtol=1e-15)
 
@@ -77,8 +77,8 @@ def test_log_n_counts_the_visible_keys():
 def test_llama4_steps_every_8192_positions():
     positions = [-100, -1, 0, 8190, 8191, 16382, 16383, 65535]
     steps = [0, 0, 0, 0, 1, 1, 2, 8]
-    found = scales.Llama4().factor(context(64, positions))
-    np.testing.assert_allclose(found, [(1 + 0.1 * math.log(1 + step)) / 8 for step in steps], rtol=1e-15)
+    result = scales.Llama4().factor(context(64, positions))
+    np.testing.assert_allclose(result, [(1 + 0.1 * math.log(1 + step)) / 8 for step in steps], rtol=1e-15)
 
 
 NO_OPS = {
@@ -132,16 +132,16 @@ def test_the_sharper_one_has_less_entropy(name):
 def test_log_n_uses_the_keys_each_row_sees():
     q, k, v = noise(queries=5, keys=7)
     counts = np.array([1, 2, 3, 4, 5])
-    found = attention(q, k, v, scale="log_n", causal=True, causal_offset=0)
+    result = attention(q, k, v, scale="log_n", causal=True, causal_offset=0)
     expected = attention_by_definition(q, k, v, scale=np.log(counts) / 4, causal=True)
-    np.testing.assert_allclose(found.output, expected.output, rtol=1e-12)
+    np.testing.assert_allclose(result.output, expected.output, rtol=1e-12)
     mask = np.random.default_rng(0).random((2, 5, 7)) < 0.5
-    found = attention(q, k, v, scale=scales.LogN(power=0.5), mask=mask, causal=True, causal_offset=2, window=(4, None))
-    counts = found.statistics.visible_keys
+    result = attention(q, k, v, scale=scales.LogN(power=0.5), mask=mask, causal=True, causal_offset=2, window=(4, None))
+    counts = result.statistics.visible_keys
     assert len(np.unique(counts)) > 2
     scale = np.sqrt(np.log(np.maximum(counts, 1))) / 4
     expected = attention_by_definition(q, k, v, scale=scale, mask=mask, causal=True, causal_offset=2, window=(4, None))
-    np.testing.assert_allclose(found.output, expected.output, rtol=1e-12)
+    np.testing.assert_allclose(result.output, expected.output, rtol=1e-12)
     np.testing.assert_array_equal(counts, expected.rows["visible_keys"])
 
 
@@ -158,10 +158,10 @@ def test_llama4_counts_absolute_positions():
     q, k, v = noise(queries=4, keys=6)
     policy = scales.Llama4(floor=3.0, beta=1.0)
     for offset in (0, 2):
-        found = attention(q, k, v, scale=policy, causal_offset=offset)
+        result = attention(q, k, v, scale=policy, causal_offset=offset)
         steps = [(i + offset + 1) // 3 for i in range(4)]
         expected = attention_by_definition(q, k, v, scale=(1 + np.log1p(steps)) / 4)
-        np.testing.assert_allclose(found.output, expected.output, rtol=1e-12)
+        np.testing.assert_allclose(result.output, expected.output, rtol=1e-12)
     nothing = attention(q, k, v, scale=policy, causal=True, causal_offset=-10)
     assert not nothing.output.any()
 
@@ -178,24 +178,26 @@ def test_normalisation_forgets_the_size_of_q_and_k(policy):
 def test_cosine_is_the_cosine():
     q, k, v = noise()
     unit_q, unit_k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
-    found = attention(q, k, v, scale=scales.Cosine(1.0))
-    np.testing.assert_allclose(found.output, attention_by_definition(unit_q, unit_k, v, scale=math.e).output, rtol=1e-9)
+    result = attention(q, k, v, scale=scales.Cosine(1.0))
+    np.testing.assert_allclose(
+        result.output, attention_by_definition(unit_q, unit_k, v, scale=math.e).output, rtol=1e-9
+    )
     assert (np.abs(attention(q, q, q, scale="cosine").statistics.max_logit - 10.0) < 1e-9).all()
 
 
 def test_qk_norm_divides_by_the_root_mean_square():
     q, k, v = noise()
     normed = [x / np.sqrt((x * x).mean(axis=-1, keepdims=True)) for x in (q, k)]
-    found = attention(q, k, v, scale=scales.QKNorm(1.5))
-    np.testing.assert_allclose(found.output, attention_by_definition(*normed, v, scale=1.5 / 4).output, rtol=1e-9)
+    result = attention(q, k, v, scale=scales.QKNorm(1.5))
+    np.testing.assert_allclose(result.output, attention_by_definition(*normed, v, scale=1.5 / 4).output, rtol=1e-9)
 
 
 def test_a_temperature_per_head_and_per_query():
     q, k, v = noise()
     for relative in (np.array([[0.5], [2.0]]), np.linspace(0.5, 2, 12).reshape(2, 6)):
-        found = attention(q, k, v, scale=scales.Temperature(relative))
+        result = attention(q, k, v, scale=scales.Temperature(relative))
         expected = attention_by_definition(q, k, v, scale=1 / (4 * relative))
-        np.testing.assert_allclose(found.output, expected.output, rtol=1e-12)
+        np.testing.assert_allclose(result.output, expected.output, rtol=1e-12)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -205,11 +207,11 @@ def test_every_policy_matters_and_counts_once(name):
     q, k, v = noise()
     factor = np.asarray(policy.factor(context(16, np.arange(6), np.full(6, 6))))
     prepared = policy.prepare(q, k)
-    found = attention(q, k, v, scale=policy)
+    result = attention(q, k, v, scale=policy)
     expected = attention_by_definition(*prepared, v, scale=factor)
-    np.testing.assert_allclose(found.output, expected.output, rtol=1e-11)
+    np.testing.assert_allclose(result.output, expected.output, rtol=1e-11)
     doubled = attention_by_definition(*prepared, v, scale=2 * factor)
-    assert np.abs(found.output - doubled.output).max() > 1e-2
+    assert np.abs(result.output - doubled.output).max() > 1e-2
 
 
 def test_a_policy_of_ones_own(monkeypatch):

@@ -75,10 +75,10 @@ def assert_exact(logits, dtype=np.float64, queries=1):
     relative, least = (1e-9, 1e-300) if dtype == np.float64 else (1e-6 + 2**-24 * apart, 1e-37)
     rounding = 1e-12 if dtype == np.float64 else 1e-6
     for name in FIELDS:
-        found, expected = float(np.asarray(getattr(rows, name))[0, -1]), float(exact[name])
+        result, expected = float(np.asarray(getattr(rows, name))[0, -1]), float(exact[name])
         smallest = math.sqrt(least) if "norm" in name else least
         # A cube carries three times the rounding of its weight.
-        assert found == pytest.approx(expected, rel=(2 if "p3" in name else 1) * relative, abs=smallest), name
+        assert result == pytest.approx(expected, rel=(2 if "p3" in name else 1) * relative, abs=smallest), name
     # A mean may be zero by cancellation: its rounding is relative to the logits.
     spread = float(np.abs(logits).max())
     mean = pytest.approx(float(exact["logit_mean"]), rel=rounding, abs=0.2 * rounding * spread)

@@ -43,12 +43,12 @@ def test_a_mean_leaves_out_the_rows_that_have_no_such_number():
 def test_axes_are_numpys(axis):
     rows = blind_rows()
     expected = np.nanmean(np.where(rows.visible_keys > 1, rows.saturation_index, np.nan)[..., [1, 3, 4, 5]], axis=axis)
-    found = rows.mean("saturation_index", axis=axis)
+    result = rows.mean("saturation_index", axis=axis)
     if axis in (2, -1, (0, 2), (-1, 0), (0, 1, 2)):
-        np.testing.assert_allclose(found, expected, rtol=1e-14)
+        np.testing.assert_allclose(result, expected, rtol=1e-14)
     else:  # the rows that are undefined for every head and entry stay so
-        np.testing.assert_allclose(found[..., [1, 3, 4, 5]], expected, rtol=1e-14)
-        assert np.isnan(found[..., [0, 2]]).all()
+        np.testing.assert_allclose(result[..., [1, 3, 4, 5]], expected, rtol=1e-14)
+        assert np.isnan(result[..., [0, 2]]).all()
 
 
 def test_the_mean_of_no_row_is_nan():

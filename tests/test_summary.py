@@ -101,11 +101,11 @@ def test_summaries_of_no_rows():
     probability=st.sampled_from([0.0, 0.05, 0.25, 0.5, 0.9, 1.0]),
 )
 def test_quantiles_are_within_the_bin_of_the_true_one(values, probability):
-    found = Moments.of(np.array([values])).quantile(probability)[0]
+    result = Moments.of(np.array([values])).quantile(probability)[0]
     rank = max(math.ceil(probability * len(values)), 1)
     expected = sorted(values)[rank - 1]
-    assert abs(found - expected) <= max(0.03 * abs(expected), 1e-3)
-    assert min(values) <= found <= max(values)
+    assert abs(result - expected) <= max(0.03 * abs(expected), 1e-3)
+    assert min(values) <= result <= max(values)
 
 
 def test_bins_are_fixed_and_symmetric():
@@ -230,12 +230,12 @@ def test_rows_that_are_not_finite_have_no_most_attended_key():
 @settings(deadline=None, max_examples=30, derandomize=True)
 @given(keys=st.lists(st.lists(st.integers(-1, 6), min_size=5, max_size=5), min_size=1, max_size=4))
 def test_shares_and_offsets_against_counting(keys):
-    found = HeadSummary.of(choose([[line] for line in keys])).max_keys
+    result = HeadSummary.of(choose([[line] for line in keys])).max_keys
     seen = [[key for key in line if key >= 0] for line in keys]
     shares = [max(line.count(key) for key in line) / len(line) for line in seen if len(line) > 1]
-    assert found.share_sum[0] == pytest.approx(sum(shares), rel=1e-14)
+    assert result.share_sum[0] == pytest.approx(sum(shares), rel=1e-14)
     apart = [key - i for line in keys for i, key in enumerate(line) if key >= 0]
-    assert [int(n) for n in found.offsets[0, 57:74]] == [apart.count(offset) for offset in range(-8, 9)]
+    assert [int(n) for n in result.offsets[0, 57:74]] == [apart.count(offset) for offset in range(-8, 9)]
 
 
 @pytest.mark.parametrize("offset", [65, -65, 1.0, True, "previous"])

@@ -126,11 +126,11 @@ def two_keys(sigma):
 
 @pytest.mark.parametrize("sigma", [0.0, 0.3, 1.0, 3.0, 10.0, 40.0])
 def test_expected_softmax_of_two_keys_by_quadrature(sigma):
-    found = theory.expected_softmax(sigma, 2)
+    result = theory.expected_softmax(sigma, 2)
     expected = two_keys(sigma)
-    assert found.entropy == pytest.approx(expected[0], abs=1e-6)
-    assert found.sum_p2 == pytest.approx(expected[1], abs=1e-6)
-    assert found.entropy_ratio == pytest.approx(found.entropy / math.log(2))
+    assert result.entropy == pytest.approx(expected[0], abs=1e-6)
+    assert result.sum_p2 == pytest.approx(expected[1], abs=1e-6)
+    assert result.entropy_ratio == pytest.approx(result.entropy / math.log(2))
 
 
 @pytest.mark.parametrize(
@@ -139,27 +139,27 @@ def test_expected_softmax_of_two_keys_by_quadrature(sigma):
 def test_expected_softmax_by_sampling(sigma, n, rows):
     logits = sigma * np.random.default_rng(9).standard_normal((rows, n))
     statistics = attention(np.ones((rows, 1, 1)), logits[..., None], np.zeros((rows, n, 0)), scale=1.0).statistics
-    found = theory.expected_softmax(sigma, n)
-    assert_covers(statistics.entropy.ravel(), found.entropy)
-    assert assert_covers(statistics.sum_p2.ravel(), found.sum_p2) < 0.01
+    result = theory.expected_softmax(sigma, n)
+    assert_covers(statistics.entropy.ravel(), result.entropy)
+    assert assert_covers(statistics.sum_p2.ravel(), result.sum_p2) < 0.01
 
 
 def test_expected_softmax_without_spread_is_uniform():
     for n in (2, 1000, 10**6):
-        found = theory.expected_softmax(0.0, n)
-        assert found.entropy == pytest.approx(math.log(n), abs=1e-6)
-        assert found.sum_p2 == pytest.approx(1 / n, rel=1e-6)
+        result = theory.expected_softmax(0.0, n)
+        assert result.entropy == pytest.approx(math.log(n), abs=1e-6)
+        assert result.sum_p2 == pytest.approx(1 / n, rel=1e-6)
 
 
 def test_condensation_says_what_the_design_says():
     assert theory.condensation(1.0, 1024).entropy_ratio == pytest.approx(0.928, abs=5e-4)
     assert theory.condensation(math.sqrt(8), 1024).entropy_ratio == pytest.approx(0.42, abs=5e-3)
     for rho, sum_p2 in ((2.14, 0.53), (6.07, 0.835)):
-        found = theory.condensation(rho * math.sqrt(2 * math.log(1024)), 1024)
-        assert found.saturation_index == pytest.approx(rho)
-        assert found.regime == "condensed"
-        assert found.sum_p2 == pytest.approx(sum_p2, abs=5e-3)
-        assert found.entropy == pytest.approx(float(mpmath.digamma(1) - mpmath.digamma(1 - 1 / rho)))
+        result = theory.condensation(rho * math.sqrt(2 * math.log(1024)), 1024)
+        assert result.saturation_index == pytest.approx(rho)
+        assert result.regime == "condensed"
+        assert result.sum_p2 == pytest.approx(sum_p2, abs=5e-3)
+        assert result.entropy == pytest.approx(float(mpmath.digamma(1) - mpmath.digamma(1 - 1 / rho)))
     assert theory.condensation(0.5, 64).regime == "spread"
 
 

@@ -34,11 +34,11 @@ def test_lengths_that_hit_the_tails(queries, keys, dtype):
     for d_k, d_v in ((1, 3), (3, 1), (4, 0)):
         assert_as_reference(*draw(1, (queries, d_k), (keys, d_k), d_v, dtype))
         q, k, v = draw(2, (2, queries, d_k), (2, keys, d_k), d_v, dtype)
-        found = assert_as_reference(q, k, v, causal=True, causal_offset=keys - queries)
-        assert found.output.shape == (2, queries, d_v)
-        assert found.statistics.shape == (2, queries)
+        result = assert_as_reference(q, k, v, causal=True, causal_offset=keys - queries)
+        assert result.output.shape == (2, queries, d_v)
+        assert result.statistics.shape == (2, queries)
         if keys == 0:
-            assert not found.output.any()
+            assert not result.output.any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -54,10 +54,10 @@ def test_features_that_are_no_multiple_of_the_lane(d_k, d_v, dtype):
 )
 def test_nothing_to_do_gives_the_right_shapes(q_shape, k_shape):
     q, k, v = draw(0, q_shape, k_shape, 6)
-    found = attention(q, k, v, mask=torch.ones(5, dtype=torch.bool), sinks=torch.zeros(q_shape[-3]), weights=True)
-    assert found.output.shape == (*q_shape[:-1], 6)
-    assert found.weights.shape == (*q_shape[:-1], 5)
-    assert found.statistics.shape == q_shape[:-1]
+    result = attention(q, k, v, mask=torch.ones(5, dtype=torch.bool), sinks=torch.zeros(q_shape[-3]), weights=True)
+    assert result.output.shape == (*q_shape[:-1], 6)
+    assert result.weights.shape == (*q_shape[:-1], 5)
+    assert result.statistics.shape == q_shape[:-1]
 
 
 @pytest.mark.parametrize("batch", [(), (1,), (3,), (2, 3), (1, 2, 1)], ids=str)
@@ -99,8 +99,8 @@ def test_additive_masks_of_every_dtype_beside_every_dtype(dtype, mask_dtype):
 
 def test_a_finite_but_huge_negative_mask_entry_is_a_number_not_a_hole():
     q, k, v = draw(7, (2, 3, 4), (2, 4, 4), 2)
-    found = assert_as_reference(q, k, v, mask=torch.tensor([0.0, -1e30, -1e30, 0.0], dtype=torch.float64))
-    assert (found.statistics.visible_keys == 4).all()
+    result = assert_as_reference(q, k, v, mask=torch.tensor([0.0, -1e30, -1e30, 0.0], dtype=torch.float64))
+    assert (result.statistics.visible_keys == 4).all()
 
 
 def test_masks_of_any_strides():
@@ -233,9 +233,9 @@ def test_layouts_do_not_matter(layout, dtype):
     turned = [LAYOUTS[layout](x) for x in (q, k, v)]
     for one, other in zip((q, k, v), turned, strict=True):
         torch.testing.assert_close(one, other.clone(), rtol=0, atol=0)
-    found = attention(*turned, causal=True, causal_offset=4)
+    result = attention(*turned, causal=True, causal_offset=4)
     plain = attention(q, k, v, causal=True, causal_offset=4)
-    torch.testing.assert_close(found.output, plain.output, rtol=0, atol=1e-15 if dtype == torch.float64 else 1e-6)
+    torch.testing.assert_close(result.output, plain.output, rtol=0, atol=1e-15 if dtype == torch.float64 else 1e-6)
     assert_as_reference(*turned, causal=True, causal_offset=4)
 
 
@@ -250,8 +250,8 @@ def test_lazily_negated_scale_sinks_and_mask():
 def test_expanded_and_overlapping_inputs():
     q, k, v = draw(14, (1, 4, 7, 8), (1, 1, 9, 8), 5)
     wide = (q.expand(3, 4, 7, 8), k.expand(3, 2, 9, 8), v[..., :1].expand(3, 2, 9, 5))
-    found = assert_as_reference(*wide)
-    torch.testing.assert_close(found.output[0], found.output[2], rtol=0, atol=0)
+    result = assert_as_reference(*wide)
+    torch.testing.assert_close(result.output[0], result.output[2], rtol=0, atol=0)
     line = draw(15, (1, 60), (1, 60), 60)[0].flatten()
     overlapping = [line.as_strided((2, 7, 8), (5, 3, 1), start) for start in (0, 9, 20)]
     assert_as_reference(*overlapping)
@@ -305,8 +305,8 @@ def test_an_additive_mask_beyond_the_causal_range_has_no_influence(poison):
     q, k, v = draw(18, (2, 4, 5, 3), (2, 2, 6, 3), 2, torch.float32)
     bias = draw(19, (5, 6), (1, 6), 1, torch.float32)[0]
     dirty = bias.masked_fill(torch.ones(5, 6, dtype=torch.bool).triu(1), poison)
-    found, clean = (attention(q, k, v, mask=x, causal=True, causal_offset=0, weights=True) for x in (dirty, bias))
-    assert_same_bits(found, clean)
+    result, clean = (attention(q, k, v, mask=x, causal=True, causal_offset=0, weights=True) for x in (dirty, bias))
+    assert_same_bits(result, clean)
     gradients = []
     for mask in (dirty, bias):
         leaf = mask.clone().requires_grad_()
@@ -319,12 +319,12 @@ def test_a_masked_nan_in_some_rows_only_reaches_the_others():
     q, k, v = draw(19, (2, 5, 3), (2, 5, 3), 2)
     k[1, 3, 0] = torch.nan
     v[0, 4, 1] = torch.inf
-    found = attention(q, k, v, causal=True)
-    assert torch.isfinite(found.output[1, :3]).all()
-    assert torch.isnan(found.output[1, 3:]).all()
-    assert torch.isfinite(found.output[0, :4]).all()
-    assert torch.isfinite(found.output[0, 4, 0])
-    assert found.output[0, 4, 1] == torch.inf
+    result = attention(q, k, v, causal=True)
+    assert torch.isfinite(result.output[1, :3]).all()
+    assert torch.isnan(result.output[1, 3:]).all()
+    assert torch.isfinite(result.output[0, :4]).all()
+    assert torch.isfinite(result.output[0, 4, 0])
+    assert result.output[0, 4, 1] == torch.inf
 
 
 @pytest.mark.parametrize("policy", ["cosine", "qk_norm"])
@@ -332,11 +332,11 @@ def test_a_masked_nan_in_some_rows_only_reaches_the_others():
 def test_a_visible_nan_never_becomes_a_number_by_normalising(policy, poison):
     q, k, v = draw(19, (2, 5, 3), (2, 5, 3), 2)
     q[0, 1, 0] = k[1, 3, 2] = poison
-    found = attention(q, k, v, scale=policy, causal=True)
+    result = attention(q, k, v, scale=policy, causal=True)
     expected = attend_in_reference(q, k, v, scale=policy, causal=True)
-    for one, other in ((found.output, expected.output), (found.statistics.entropy, expected.statistics.entropy)):
+    for one, other in ((result.output, expected.output), (result.statistics.entropy, expected.statistics.entropy)):
         torch.testing.assert_close(one, to_tensor(other), rtol=1e-9, atol=1e-12, equal_nan=True)
-    assert torch.isnan(found.output).sum() == 6
+    assert torch.isnan(result.output).sum() == 6
 
 
 def test_large_finite_products_do_not_overflow():
@@ -350,10 +350,10 @@ def test_only_what_is_asked_for_and_the_rest_keeps_its_bits():
     q, k, v = draw(21, (2, 4, 19, 8), (2, 2, 23, 8), 5, torch.float32)
     full = attention(q, k, v, weights=True)
     for statistics, weights in itertools.product((True, False), repeat=2):
-        found = attention(q, k, v, statistics=statistics, weights=weights)
-        assert (found.statistics is not None) == statistics
-        assert (found.weights is not None) == weights
-        assert_same_bits(found, full)
+        result = attention(q, k, v, statistics=statistics, weights=weights)
+        assert (result.statistics is not None) == statistics
+        assert (result.weights is not None) == weights
+        assert_same_bits(result, full)
 
 
 def test_batch_entries_do_not_change_each_other():
@@ -365,9 +365,9 @@ def test_batch_entries_do_not_change_each_other():
 
 def test_weights_add_up_to_what_the_sinks_leave():
     q, k, v = draw(23, (2, 4, 5, 3), (2, 2, 6, 3), 2)
-    found = attention(q, k, v, sinks=torch.tensor([-1.0, 0.0, 1.0, 5.0]), weights=True)
-    torch.testing.assert_close(found.weights.sum(-1), 1.0 - found.statistics.sink_weight)
-    assert 1e-6 < found.statistics.sink_weight.min() < 0.1 < found.statistics.sink_weight.max()
+    result = attention(q, k, v, sinks=torch.tensor([-1.0, 0.0, 1.0, 5.0]), weights=True)
+    torch.testing.assert_close(result.weights.sum(-1), 1.0 - result.statistics.sink_weight)
+    assert 1e-6 < result.statistics.sink_weight.min() < 0.1 < result.statistics.sink_weight.max()
 
 
 @pytest.mark.parametrize("rows", [1, 3, 18, 19, 400])
@@ -379,20 +379,20 @@ def test_sampled_rows_are_rows_of_the_whole(rows, scale):
     per_row = call["scale"]
     call["scale"] = {"per head": per_row[:, :1], "per row": per_row, "llama4": scales.Llama4(2.0)}.get(scale, scale)
     whole = attention(q, k, v, **call)
-    found = attention(q, k, v, sample_rows=rows, sample_seed=3, **call)
-    positions = found.statistics.sample.positions
-    assert found.statistics.sample.rows == 19
-    assert found.statistics.shape == (2, 4, min(rows, 19))
-    torch.testing.assert_close(found.output, whole.output, rtol=0, atol=0)
+    result = attention(q, k, v, sample_rows=rows, sample_seed=3, **call)
+    positions = result.statistics.sample.positions
+    assert result.statistics.sample.rows == 19
+    assert result.statistics.shape == (2, 4, min(rows, 19))
+    torch.testing.assert_close(result.output, whole.output, rtol=0, atol=0)
     for name in FIELDS:
         expected = getattr(whole.statistics, name)[..., positions]
-        torch.testing.assert_close(getattr(found.statistics, name), expected, rtol=1e-9, atol=1e-11, equal_nan=True)
+        torch.testing.assert_close(getattr(result.statistics, name), expected, rtol=1e-9, atol=1e-11, equal_nan=True)
 
 
 def test_a_result_of_tensors_reads_like_the_one_of_arrays():
     q, k, v = draw(25, (2, 4, 5, 3), (2, 2, 6, 3), 2)
-    found, expected = attention(q, k, v), attend_in_reference(q, k, v)
-    assert type(found) is type(expected)
-    assert type(found.statistics) is type(expected.statistics)
-    assert found._fields == ("output", "statistics", "weights")
-    torch.testing.assert_close(found.output, to_tensor(expected.output))
+    result, expected = attention(q, k, v), attend_in_reference(q, k, v)
+    assert type(result) is type(expected)
+    assert type(result.statistics) is type(expected.statistics)
+    assert result._fields == ("output", "statistics", "weights")
+    torch.testing.assert_close(result.output, to_tensor(expected.output))

@@ -48,10 +48,10 @@ def recorded(name, *, gradients, **extra):
     """The operators that a call of attention, and its backward pass, really run."""
     leaves = require_grad(*small_tensors()) if gradients else small_tensors()
     with Recorder() as recorder:
-        found = attention(*leaves, **CALLS[name], **extra)
+        result = attention(*leaves, **CALLS[name], **extra)
         if gradients:
-            weighed = 0.0 if found.weights is None else found.weights.square().sum()
-            (found.output.sum() + weighed).backward()
+            weighed = 0.0 if result.weights is None else result.weights.square().sum()
+            (result.output.sum() + weighed).backward()
     return recorder.calls
 
 
@@ -89,8 +89,8 @@ def test_compiled_without_a_break_forward_and_backward(name, dynamic):
     leaves, others = require_grad(*small_tensors(1)), require_grad(*small_tensors(1))
     assert_same_with_gradients(compiled(*leaves), function(*others), leaves, others)
     with torch.no_grad():
-        found, meant = compiled(*leaves), function(*leaves)
-    torch.testing.assert_close(found.output, meant.output, rtol=1e-12, atol=1e-13)
+        result, meant = compiled(*leaves), function(*leaves)
+    torch.testing.assert_close(result.output, meant.output, rtol=1e-12, atol=1e-13)
 
 
 def test_compiled_scale_sinks_and_bias_have_gradients():
@@ -129,8 +129,8 @@ def test_compiled_learnable_scales_and_the_drop_in():
     def drop_in(q, k, v):
         return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
-    found = torch.compile(drop_in, fullgraph=True, backend="aot_eager")(*leaves[:3])
-    torch.testing.assert_close(found, drop_in(*leaves[:3]), rtol=1e-12, atol=1e-13)
+    result = torch.compile(drop_in, fullgraph=True, backend="aot_eager")(*leaves[:3])
+    torch.testing.assert_close(result, drop_in(*leaves[:3]), rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize(("dynamic", "more"), [(True, 0), (None, 1)])
@@ -166,9 +166,9 @@ def test_compiled_dropout_draws_anew_and_its_gradient_drops_the_same():
     assert bool(((ratio.abs() < 1e-9) | ((ratio - 2.0).abs() < 1e-9)).all())
     assert 0.3 < float((ratio > 1).double().mean()) < 0.7
     assert not torch.equal(first.output, second.output)
-    (found,) = torch.autograd.grad(first.output.sum(), v)
+    (result,) = torch.autograd.grad(first.output.sum(), v)
     dropped = first.output.detach().unflatten(1, (2, 2)).sum((2, 3))
-    torch.testing.assert_close(found, dropped[..., None].expand_as(found), rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(result, dropped[..., None].expand_as(result), rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.slow
@@ -188,8 +188,8 @@ class Attending(torch.nn.Module):
         self.log_scale = torch.nn.Parameter(torch.zeros(4, 1, dtype=torch.float64))
 
     def forward(self, q, k, v):
-        found = attention(q @ self.mix, k, v, scale=self.log_scale.exp())
-        return found.output, found.statistics.entropy
+        result = attention(q @ self.mix, k, v, scale=self.log_scale.exp())
+        return result.output, result.statistics.entropy
 
 
 def test_exported_programs_keep_their_gradients():

@@ -35,10 +35,10 @@ def reduce_on_rank(rank, world, folder, task):
         timeout=datetime.timedelta(seconds=60),
     )
     try:
-        found = task(rank, world)
+        result = task(rank, world)
     except SqrtdkError as error:
-        found = str(error)
-    (folder / f"{rank}.pickle").write_bytes(pickle.dumps(found))
+        result = str(error)
+    (folder / f"{rank}.pickle").write_bytes(pickle.dumps(result))
     dist.destroy_process_group()
 
 
@@ -129,11 +129,11 @@ def test_one_rank_gets_its_own_summary_with_its_sample(tmp_path):
     own = HeadSummary.of(AttentionStatistics.from_blocks(*blocks, sample=Sample(np.arange(11), 500), first_position=0))
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     try:
-        found = all_reduce(own)
+        result = all_reduce(own)
     finally:
         dist.destroy_process_group()
-    assert found == own
-    assert (found.rows_seen.tolist(), found.rows_in_all.tolist(), found.is_sample) == ([22] * 3, [1000] * 3, True)
+    assert result == own
+    assert (result.rows_seen.tolist(), result.rows_in_all.tolist(), result.is_sample) == ([22] * 3, [1000] * 3, True)
 
 
 def test_without_a_process_group_the_error_says_what_to_do():

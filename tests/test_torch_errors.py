@@ -219,8 +219,8 @@ def test_inputs_are_never_modified():
     before = {name: value.clone() for name, value in call.items()}
     leaves = {name: value.requires_grad_() for name, value in call.items()}
     count = versions(leaves)
-    found = attention(**leaves, softcap=3.0, weights=True, dropout=0.3)
-    (found.output.sum() + found.weights.square().sum()).backward()
+    result = attention(**leaves, softcap=3.0, weights=True, dropout=0.3)
+    (result.output.sum() + result.weights.square().sum()).backward()
     assert versions(leaves) == count
     for name, value in before.items():
         torch.testing.assert_close(leaves[name].detach(), value, rtol=0, atol=0, equal_nan=True)

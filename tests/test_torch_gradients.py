@@ -65,8 +65,8 @@ def as_function(call, part="output"):
     tensors, rest = differentiable(call)
 
     def function(q, k, v, *values):
-        found = attention(q, k, v, weights=part != "output", **dict(zip(tensors, values, strict=True)), **rest)
-        return (found.output, found.weights) if part == "both" else getattr(found, part)
+        gradients = attention(q, k, v, weights=part != "output", **dict(zip(tensors, values, strict=True)), **rest)
+        return (gradients.output, gradients.weights) if part == "both" else getattr(gradients, part)
 
     return function, require_grad(*small(), *tensors.values())
 
@@ -83,12 +83,12 @@ def test_gradients_do_not_depend_on_the_blocks(name, block, monkeypatch):
     for candidates in ("_WITH_KERNEL", "_WITH_REFERENCE"):
         monkeypatch.setattr(engines, candidates, (blocks.BLOCKS,))
     function, inputs = as_function(CALLS[name], "both")
-    found = []
+    gradients = []
     for size in (tiles.BLOCK_ELEMENTS, block):
         monkeypatch.setattr(tiles, "BLOCK_ELEMENTS", size)
         output, weights = function(*inputs)
-        found.append(torch.autograd.grad(output.square().sum() + weights.pow(3).sum(), inputs))
-    for one, other in zip(*found, strict=True):
+        gradients.append(torch.autograd.grad(output.square().sum() + weights.pow(3).sum(), inputs))
+    for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-13)
 
 
@@ -127,9 +127,9 @@ def test_an_additive_mask_has_a_gradient_of_its_own_shape(shape):
     call = {"mask": bias, "sinks": SINKS, "softcap": 2.0, "causal": True, "causal_offset": 1}
     function, inputs = as_function(call)
     assert gradcheck(function, inputs, atol=1e-6, fast_mode=True)
-    (found,) = torch.autograd.grad(function(*inputs).square().sum(), inputs[3])
-    assert found.shape == shape
-    assert found.abs().max() > 1e-4
+    (gradients,) = torch.autograd.grad(function(*inputs).square().sum(), inputs[3])
+    assert gradients.shape == shape
+    assert gradients.abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "additive"])
@@ -140,16 +140,16 @@ def test_gradients_are_the_references(name):
     own = dict(zip(tensors, leaves[3:], strict=True))
     output = attention(*leaves[:3], **own, **rest).output
     grad = draw_like(4, output)
-    found = torch.autograd.grad(output, leaves, grad)
+    gradients = torch.autograd.grad(output, leaves, grad)
     expected = differentiate_in_reference(*leaves[:3], grad, **call)
-    for x, meant in zip(found, expected[:3], strict=False):
+    for x, meant in zip(gradients, expected[:3], strict=False):
         np.testing.assert_allclose(x.numpy(), meant, rtol=1e-10, atol=1e-12)
     if "scale" in own:
         meant = torch.from_numpy(expected.scale).sum_to_size(own["scale"].shape)
-        torch.testing.assert_close(found[3 + list(own).index("scale")], meant, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(gradients[3 + list(own).index("scale")], meant, rtol=1e-10, atol=1e-12)
     if "sinks" in own:
         meant = torch.from_numpy(expected.sinks)
-        torch.testing.assert_close(found[3 + list(own).index("sinks")], meant, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(gradients[3 + list(own).index("sinks")], meant, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("policy", ["cosine", scales.QKNorm(2.0), "log_n", "mup", scales.Llama4(floor=2.0)], ids=str)
@@ -158,8 +158,8 @@ def test_gradients_through_policies_are_the_references(policy):
     output = attention(*leaves, scale=policy, mask=HOLES, softcap=2.0).output
     grad = draw_like(6, output)
     expected = differentiate_in_reference(*leaves, grad, scale=policy, mask=HOLES, softcap=2.0)
-    for found, meant in zip(torch.autograd.grad(output, leaves, grad), expected[:3], strict=True):
-        np.testing.assert_allclose(found.numpy(), meant, rtol=1e-9, atol=1e-11)
+    for gradients, meant in zip(torch.autograd.grad(output, leaves, grad), expected[:3], strict=True):
+        np.testing.assert_allclose(gradients.numpy(), meant, rtol=1e-9, atol=1e-11)
 
 
 class ByQuery(LearnableScale):
@@ -182,16 +182,16 @@ def test_a_learnable_scale_is_the_same_as_its_numbers_and_has_gradients():
     module = ByQuery()
     q, k, v = require_grad(*small(7))
     call = {"mask": HOLES, "causal": True, "causal_offset": 2}
-    found = attention(q, k, v, scale=module, **call)
+    gradients = attention(q, k, v, scale=module, **call)
     visible = torch.ones(3, 4, dtype=torch.bool).tril(2) & HOLES
     steps = 1 + 0.1 * torch.arange(2, 5).double()
     by_hand = torch.exp(q @ module.direction) * steps * torch.log1p(visible.sum(-1).double())
     meant = attention(q * module.shrink, k * module.shrink**2, v, scale=by_hand, **call)
-    torch.testing.assert_close(found.output, meant.output, rtol=1e-12, atol=1e-13)
-    torch.testing.assert_close(found.statistics.entropy, meant.statistics.entropy, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(gradients.output, meant.output, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(gradients.statistics.entropy, meant.statistics.entropy, rtol=1e-9, atol=1e-12)
     inputs = (q, k, v, *module.parameters())
-    grad = draw_like(8, found.output)
-    one, other = torch.autograd.grad(found.output, inputs, grad), torch.autograd.grad(meant.output, inputs, grad)
+    grad = draw_like(8, gradients.output)
+    one, other = torch.autograd.grad(gradients.output, inputs, grad), torch.autograd.grad(meant.output, inputs, grad)
     for left, right in zip(one, other, strict=True):
         torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-11)
         assert left.abs().max() > 1e-3
@@ -221,9 +221,9 @@ def test_sums_over_many_blocks_are_rounded_once(dtype, monkeypatch):
     bias, wide_bias = (torch.zeros(6, dtype=kind, requires_grad=True) for kind in (dtype, torch.float64))
     output, wide = attention(*leaves, mask=bias).output, attention(*exact, mask=wide_bias).output
     grad = draw_like(10, output).abs()
-    found = torch.autograd.grad(output, (*leaves, bias), grad)
+    gradients = torch.autograd.grad(output, (*leaves, bias), grad)
     expected = torch.autograd.grad(wide, (*exact, wide_bias), grad.double())
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(gradients, expected, strict=True):
         assert float((one.double() - other).abs().max() / other.abs().max()) < 0.6 * unit(dtype)
 
 
@@ -242,8 +242,8 @@ def all_gradients(tensors, grad, mask, extra):
     """Gradients of q, k, v, of the tensors in `extra` and of the mask if it is a float one."""
     own, rest = differentiable(extra | {"mask": mask})
     leaves = require_grad(*tensors, *own.values())
-    found = attention(*leaves[:3], **dict(zip(own, leaves[3:], strict=True)), **rest)
-    return torch.autograd.grad(found.output, leaves, grad)
+    gradients = attention(*leaves[:3], **dict(zip(own, leaves[3:], strict=True)), **rest)
+    return torch.autograd.grad(gradients.output, leaves, grad)
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
@@ -261,8 +261,8 @@ def test_what_is_masked_has_no_influence_on_gradients_to_the_bit(poison, extra):
         assert not clean[0][..., 2, :].any()
         assert not clean[1][..., 4, :].any()
         assert not clean[2][..., 4, :].any()
-        found = all_gradients(dirty[:3], dirty[3], form, EXTRAS[extra])
-        for one, other in zip(clean, found, strict=True):
+        gradients = all_gradients(dirty[:3], dirty[3], form, EXTRAS[extra])
+        for one, other in zip(clean, gradients, strict=True):
             assert torch.isfinite(one).all()
             torch.testing.assert_close(one, other, rtol=0, atol=0)
 
@@ -271,9 +271,9 @@ def test_what_is_masked_has_no_influence_on_gradients_to_the_bit(poison, extra):
 def test_a_row_that_sees_nothing_has_and_gives_zero_gradients(keys):
     q, k, v = draw(12, (2, 4, 3, 3), (2, 2, keys, 3), 2)
     leaves = require_grad(q, k, v, SINKS, torch.full((4, 1), 0.7), torch.full((1, keys), -torch.inf))
-    found = attention(*leaves[:3], sinks=leaves[3], scale=leaves[4], mask=leaves[5], softcap=3.0, weights=True)
-    assert not found.output.any()
-    loss = found.output.sum() + found.weights.sum() + found.output.square().sum()
+    gradients = attention(*leaves[:3], sinks=leaves[3], scale=leaves[4], mask=leaves[5], softcap=3.0, weights=True)
+    assert not gradients.output.any()
+    loss = gradients.output.sum() + gradients.weights.sum() + gradients.output.square().sum()
     for leaf, gradient in zip(leaves, torch.autograd.grad(loss, leaves), strict=True):
         assert gradient.shape == leaf.shape
         assert not gradient.any()
@@ -299,12 +299,12 @@ def test_a_visible_nan_reaches_the_gradients_of_its_rows_only():
     grad = draw_like(15, v)
     q[1, 2, 3, 0] = torch.nan
     leaves = require_grad(q, k, v)
-    found = torch.autograd.grad(attention(*leaves, causal=True).output, leaves, grad)
-    assert torch.isnan(found[0][1, 2, 3]).all()
-    assert torch.isnan(found[1][1, 2, :4]).all()
-    assert torch.isfinite(found[1][1, 2, 4]).all()
-    assert torch.isfinite(found[1][0]).all()
-    assert torch.isfinite(found[0][1, 2, :3]).all()
+    gradients = torch.autograd.grad(attention(*leaves, causal=True).output, leaves, grad)
+    assert torch.isnan(gradients[0][1, 2, 3]).all()
+    assert torch.isnan(gradients[1][1, 2, :4]).all()
+    assert torch.isfinite(gradients[1][1, 2, 4]).all()
+    assert torch.isfinite(gradients[1][0]).all()
+    assert torch.isfinite(gradients[0][1, 2, :3]).all()
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,8 @@ def expect(q, k, v, **options):
     return sqrtdk.torch.attention(q, k, v, statistics=False, **options).output.transpose(1, 2)
 
 
-def assert_same(found, expected):
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
+def assert_same(result, expected):
+    torch.testing.assert_close(result, expected, rtol=0, atol=1e-13)
 
 
 class TestAttend:
@@ -121,9 +121,9 @@ class TestAttend:
         expected = expect(q, k, v, scale=1.0, mask=closed)
         assert_same(output, expected)
         (wanted,) = torch.autograd.grad(expected.square().sum(), bias)
-        (found,) = torch.autograd.grad(output.square().sum(), bias)
-        assert_same(found, wanted)
-        assert found.abs().max() > 1e-3
+        (result,) = torch.autograd.grad(output.square().sum(), bias)
+        assert_same(result, wanted)
+        assert result.abs().max() > 1e-3
 
     def test_sinks_and_soft_cap(self):
         q, k, v = tensors()

@@ -32,15 +32,17 @@ pytestmark = ON_THE_BEST_AND_THE_REFERENCE
 def test_autocast_is_explicit_casting(dtype):
     leaves, others = require_grad(*small_tensors(6, torch.float32)), require_grad(*small_tensors(6, torch.float32))
     with torch.autocast("cpu", dtype):
-        found = attention(*leaves, causal=True, causal_offset=1)
+        result = attention(*leaves, causal=True, causal_offset=1)
         dropped_in = scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
         theirs = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
     expected = attention(*(x.to(dtype) for x in others), causal=True, causal_offset=1)
-    assert found.output.dtype == dropped_in.dtype == theirs.dtype == dtype
-    assert_same_bits(found, expected)
-    grad = draw_like(7, found.output)
+    assert result.output.dtype == dropped_in.dtype == theirs.dtype == dtype
+    assert_same_bits(result, expected)
+    grad = draw_like(7, result.output)
     for one, other in zip(
-        torch.autograd.grad(found.output, leaves, grad), torch.autograd.grad(expected.output, others, grad), strict=True
+        torch.autograd.grad(result.output, leaves, grad),
+        torch.autograd.grad(expected.output, others, grad),
+        strict=True,
     ):
         assert one.dtype == torch.float32
         torch.testing.assert_close(one, other, rtol=0, atol=0)
@@ -91,13 +93,13 @@ def test_vmap_is_a_loop(rank, in_dims):
     mapped = [x if axis is None else x.movedim(-1, axis) for x, axis in zip(values, in_dims, strict=True)]
 
     def function(q, k, v):
-        found = attention(q, k, v, weights=True)
-        return found.output, found.weights, found.statistics.entropy, found.statistics.visible_keys
+        result = attention(q, k, v, weights=True)
+        return result.output, result.weights, result.statistics.entropy, result.statistics.visible_keys
 
-    found = torch.func.vmap(function, in_dims=in_dims)(*mapped)
+    result = torch.func.vmap(function, in_dims=in_dims)(*mapped)
     for at in range(3):
         alone = [x if axis is None else x[..., at] for x, axis in zip(values, in_dims, strict=True)]
-        for one, other in zip(found, function(*alone), strict=True):
+        for one, other in zip(result, function(*alone), strict=True):
             torch.testing.assert_close(one[at], other, rtol=1e-12, atol=1e-13)
 
 
@@ -111,9 +113,9 @@ def test_vmap_over_everything_else():
         def function(value, name=name):
             return attention(q, k, v, **{name: value}).output
 
-        found = torch.func.vmap(function)(values)
+        result = torch.func.vmap(function)(values)
         for at in range(3):
-            torch.testing.assert_close(found[at], function(values[at]), rtol=1e-12, atol=1e-13)
+            torch.testing.assert_close(result[at], function(values[at]), rtol=1e-12, atol=1e-13)
 
 
 def test_vmap_of_policies_works_or_says_that_it_cannot():
@@ -126,11 +128,11 @@ def test_vmap_of_policies_works_or_says_that_it_cannot():
 
         expected = torch.stack([function(q[at], k[at], v[at], mask[at]) for at in range(2)])
         try:
-            found = torch.func.vmap(function)(q, k, v, mask)
+            result = torch.func.vmap(function)(q, k, v, mask)
         except SqrtdkError:
             assert policy == "log_n"
             continue
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-13)
 
 
 def test_vmap_of_dropout_draws_as_vmap_is_told():
@@ -159,10 +161,10 @@ def test_per_sample_gradients_and_jacobians():
     def loss(q, k, v, sinks):
         return attention(q, k, v, sinks=sinks, softcap=2.0).output.square().sum()
 
-    found = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1, 2, 3)), in_dims=(0, 0, 0, None))(q, k, v, sinks)
+    result = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1, 2, 3)), in_dims=(0, 0, 0, None))(q, k, v, sinks)
     for at in range(2):
         leaves = require_grad(q[at], k[at], v[at], sinks)
-        for one, other in zip(found, torch.autograd.grad(loss(*leaves), leaves), strict=True):
+        for one, other in zip(result, torch.autograd.grad(loss(*leaves), leaves), strict=True):
             torch.testing.assert_close(one[at], other, rtol=1e-10, atol=1e-12)
 
     def output(q):
@@ -185,13 +187,13 @@ def test_functional_call_of_a_module_that_attends():
 
     q, k, v = small_tensors(13)
     other = torch.ones(4, dtype=torch.float64)
-    found = torch.func.functional_call(Head(), {"sinks": other}, (q, k, v))
-    torch.testing.assert_close(found, attention(q, k, v, sinks=other).output, rtol=0, atol=0)
+    result = torch.func.functional_call(Head(), {"sinks": other}, (q, k, v))
+    torch.testing.assert_close(result, attention(q, k, v, sinks=other).output, rtol=0, atol=0)
 
 
-def shapes_of(found):
-    shapes = [(tuple(x.shape), x.dtype) for x in (found.output, found.weights) if x is not None]
-    return shapes + [(tuple(getattr(found.statistics, name).shape), name in COUNTS) for name in FIELDS]
+def shapes_of(result):
+    shapes = [(tuple(x.shape), x.dtype) for x in (result.output, result.weights) if x is not None]
+    return shapes + [(tuple(getattr(result.statistics, name).shape), name in COUNTS) for name in FIELDS]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
@@ -201,11 +203,11 @@ def test_meta_and_fake_tensors_have_the_shapes_of_real_ones(name, dtype):
     expected = attention(*real, weights=True, **CALLS[name])
     on_meta = {key: x.to("meta") if isinstance(x, torch.Tensor) else x for key, x in CALLS[name].items()}
     leaves = tuple(x.to("meta").requires_grad_() for x in real)
-    found = attention(*leaves, weights=True, **on_meta)
-    assert found.output.is_meta
-    assert found.statistics.entropy.is_meta
-    assert shapes_of(found) == shapes_of(expected)
-    found.output.sum().backward()
+    result = attention(*leaves, weights=True, **on_meta)
+    assert result.output.is_meta
+    assert result.statistics.entropy.is_meta
+    assert shapes_of(result) == shapes_of(expected)
+    result.output.sum().backward()
     assert [leaf.grad.shape for leaf in leaves] == [leaf.shape for leaf in leaves]
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fakes = [mode.from_tensor(x) for x in real]
@@ -224,27 +226,27 @@ def test_threads_are_torchs_and_do_not_change_a_bit(monkeypatch):
         monkeypatch.setattr(backends._choice, "plan", plan._replace(forward=spy))
     before = torch.get_num_threads()
     q, k, v = draw(15, (2, 4, 70, 16), (2, 2, 130, 16), 16, torch.float32)
-    found = []
+    result = []
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            found.append(attention(q, k, v))
+            result.append(attention(q, k, v))
     finally:
         torch.set_num_threads(before)
     if plan.forward is not None:
         assert given == [1, 2, 3]
-        assert_same_bits(found[0], found[1])
-        assert_same_bits(found[0], found[2])
+        assert_same_bits(result[0], result[1])
+        assert_same_bits(result[0], result[2])
     else:
-        torch.testing.assert_close(found[0].output, found[1].output)
+        torch.testing.assert_close(result[0].output, result[1].output)
 
 
 def test_calls_from_many_threads_at_once():
     leaves = [require_grad(*small_tensors(seed)) for seed in range(8)]
 
     def work(inputs):
-        found = attention(*inputs, softcap=2.0)
-        return found.output.detach(), torch.autograd.grad(found.output.square().sum(), inputs)
+        result = attention(*inputs, softcap=2.0)
+        return result.output.detach(), torch.autograd.grad(result.output.square().sum(), inputs)
 
     alone = [work(inputs) for inputs in leaves]
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
@@ -264,10 +266,10 @@ def test_modes_without_gradients():
         inferred = attention(*leaves, weights=True)
         assert inferred.output.is_inference()
         made_inside = attention(*small_tensors(16), weights=True)
-    for found in (quiet, inferred, made_inside):
-        assert not found.output.requires_grad
-        assert not found.weights.requires_grad
-        torch.testing.assert_close(found.output.clone(), plain.output.detach(), rtol=0, atol=0)
+    for result in (quiet, inferred, made_inside):
+        assert not result.output.requires_grad
+        assert not result.weights.requires_grad
+        torch.testing.assert_close(result.output.clone(), plain.output.detach(), rtol=0, atol=0)
 
 
 def test_defaults_of_the_process_do_not_leak_in():
@@ -289,7 +291,7 @@ def test_defaults_of_the_process_do_not_leak_in():
 
 def test_another_default_dtype_changes_no_derivative():
     leaves = require_grad(*small_tensors(17, torch.float32))
-    found = []
+    result = []
     before = torch.get_default_dtype()
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -300,11 +302,11 @@ def test_another_default_dtype_changes_no_derivative():
             first = torch.autograd.grad(attention(*leaves).output.square().sum(), leaves, create_graph=True)
             second = torch.autograd.grad(sum(x.square().sum() for x in first), leaves)
             tangent = torch.func.jvp(lambda q: attention(q, *leaves[1:]).output, leaves[:1], leaves[:1])[1]
-            found.append((*second, tangent, *torch.autograd.grad(dropped.sum(), leaves, retain_graph=True)))
+            result.append((*second, tangent, *torch.autograd.grad(dropped.sum(), leaves, retain_graph=True)))
     finally:
         torch.set_default_dtype(before)
-    for other in found[1:]:
-        for one, two in zip(found[0], other, strict=True):
+    for other in result[1:]:
+        for one, two in zip(result[0], other, strict=True):
             torch.testing.assert_close(one, two, rtol=0, atol=0)
 
 
@@ -328,8 +330,8 @@ def test_every_tensor_may_be_one_without_memory():
     others = {"scale": torch.rand(4, 5).double(), "sinks": torch.rand(4).double(), "mask": torch.rand(5, 6).double()}
     expected = attention(q, k, v, **others).output
     for name, tensor in others.items():
-        found = attention(q, k, v, **(others | {name: Wrapper(tensor)})).output
-        torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=name)
+        result = attention(q, k, v, **(others | {name: Wrapper(tensor)})).output
+        torch.testing.assert_close(result, expected, rtol=0, atol=0, msg=name)
 
 
 class Marked(torch.Tensor):

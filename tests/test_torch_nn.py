@@ -82,10 +82,10 @@ class TestStart:
     )
     def test_qk_norm_is_the_policy_in_torch_and_in_numpy(self, norm, policy, heads):
         arrays = noise(dtype=torch.float64)
-        found = run(QKNorm(D_K, heads, norm=norm), *arrays)
-        torch.testing.assert_close(found, run(policy, *arrays), rtol=1e-12, atol=1e-12)
+        result = run(QKNorm(D_K, heads, norm=norm), *arrays)
+        torch.testing.assert_close(result, run(policy, *arrays), rtol=1e-12, atol=1e-12)
         expected = sqrtdk.attention(*(x.numpy() for x in arrays), scale=policy).output
-        np.testing.assert_allclose(found.detach().numpy(), expected, rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(result.detach().numpy(), expected, rtol=1e-12, atol=1e-12)
 
     def test_l2_at_d_k_100_begins_as_swin_v2(self):
         arrays = noise(d_k=100, dtype=torch.float64)
@@ -129,8 +129,8 @@ class TestFormula:
         if kind in ("rms", "l2"):
             given = tuple(x / np.sqrt((x * x).mean(-1, keepdims=True)) for x in given)
         expected = sqrtdk.attention(*given, v.numpy(), scale=factor, causal=True, causal_offset=2).output
-        found = run(module, q, k, v, causal=True, causal_offset=2)
-        np.testing.assert_allclose(found.detach().numpy(), expected, rtol=1e-10, atol=1e-10)
+        result = run(module, q, k, v, causal=True, causal_offset=2)
+        np.testing.assert_allclose(result.detach().numpy(), expected, rtol=1e-10, atol=1e-10)
 
     @pytest.mark.parametrize("kind", sorted(EVERY))
     def test_heads_are_independent(self, kind):
@@ -318,13 +318,13 @@ class TestAsModules:
         torch._dynamo.reset()
         compiled = torch.compile(Wrapped(module), fullgraph=True, backend="aot_eager")
         arrays = [x.requires_grad_() for x in noise()]
-        found = compiled(*arrays)
-        found.square().sum().backward()
+        result = compiled(*arrays)
+        result.square().sum().backward()
         grads = [parameter.grad.clone() for parameter in module.parameters()]
         module.zero_grad()
         expected = run(module, *arrays)
         expected.square().sum().backward()
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(result, expected)
         torch.testing.assert_close(grads, [parameter.grad for parameter in module.parameters()])
 
 

@@ -82,28 +82,28 @@ def test_attention_tells_the_pressure_of_every_call(options):
 def test_the_q_is_the_one_that_enters_the_product():
     """With unit q and k the given q may have any length: neither loss nor pressure depends on it."""
     q, k, v, grad = tensors(15)
-    found = []
+    result = []
     for length in (1.0, 5.0):
         pressure = TemperaturePressure()
         attention(length * q, k, v, scale="cosine", pressure=pressure).output.backward(grad)
-        found.append(pressure.per_head.numpy())
-    assert np.abs(found[0]).max() > 1e-2
-    np.testing.assert_allclose(found[0], found[1], rtol=1e-10)
+        result.append(pressure.per_head.numpy())
+    assert np.abs(result[0]).max() > 1e-2
+    np.testing.assert_allclose(result[0], result[1], rtol=1e-10)
 
 
 def test_a_blind_row_whose_q_is_nan_has_no_say():
     q, k, v, grad = tensors(16)
     mask = torch.ones(5, 7, dtype=torch.bool)
     mask[2] = False
-    found = []
+    result = []
     for value in (0.0, math.nan):
         pressure = TemperaturePressure()
         filled = q.detach().clone()
         filled[:, :, 2] = value
         attention(filled.requires_grad_(), k, v, mask=mask, pressure=pressure).output.backward(grad)
-        found.append(pressure.per_head)
+        result.append(pressure.per_head)
         assert pressure.passes == 1
-    assert torch.equal(*found)
+    assert torch.equal(*result)
 
 
 def test_gradients_are_what_they_are_without_following():
@@ -155,14 +155,14 @@ def test_low_precision_adds_up_in_float64(dtype):
 
 def test_blocks_of_rows_add_up_to_the_whole(monkeypatch):
     q, k, v, grad = tensors(6, queries=13)
-    found = []
+    result = []
     for block in (1, 100, 1 << 22):
         monkeypatch.setattr(module, "_BLOCK", block)
         pressure = TemperaturePressure()
         eager(pressure.follow(q), k, v, 0.4).backward(grad)
-        found.append(pressure.per_head.numpy())
-    np.testing.assert_allclose(found[0], found[2], rtol=1e-12)
-    np.testing.assert_allclose(found[1], found[2], rtol=1e-12)
+        result.append(pressure.per_head.numpy())
+    np.testing.assert_allclose(result[0], result[2], rtol=1e-12)
+    np.testing.assert_allclose(result[1], result[2], rtol=1e-12)
 
 
 def test_it_adds_up_over_passes_until_reset():

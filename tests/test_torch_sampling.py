@@ -17,11 +17,11 @@ SIZES = [(0, 4), (1, 1), (1, 256), (3, 4), (4, 4), (5, 4), (7, 1), (97, 13), (25
 @pytest.mark.parametrize(("rows", "count"), SIZES)
 @pytest.mark.parametrize("seed", [0, 1, 2**32, 2**63 - 1])
 def test_there_is_one_position_in_each_stratum(rows, count, seed):
-    found = sample_positions(rows, count, seed)
+    result = sample_positions(rows, count, seed)
     n = min(rows, count)
-    assert found.dtype == torch.int64
-    assert found.shape == (n,)
-    for i, position in enumerate(found.tolist()):
+    assert result.dtype == torch.int64
+    assert result.shape == (n,)
+    for i, position in enumerate(result.tolist()):
         assert i * rows // n <= position < (i + 1) * rows // n
 
 
@@ -38,9 +38,9 @@ def test_positions_are_uniform_within_each_stratum():
     """χ² over 10 places has 9 degrees of freedom: 34 is passed once in 10 000 times. Seeds 0 to 2999."""
     drawn = np.stack([sample_positions(200, 20, seed).numpy() for seed in range(3000)])
     within = drawn - np.arange(0, 200, 10)
-    found = [chi_square(np.bincount(column, minlength=10)) for column in within.T]
-    assert max(found) < 34
-    assert 5 < np.mean(found) < 13  # the mean of 20 is 9 ± 0.95
+    result = [chi_square(np.bincount(column, minlength=10)) for column in within.T]
+    assert max(result) < 34
+    assert 5 < np.mean(result) < 13  # the mean of 20 is 9 ± 0.95
 
 
 def test_strata_and_seeds_are_independent_of_each_other():

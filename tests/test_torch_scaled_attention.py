@@ -59,10 +59,10 @@ class TestMultihead:
     def test_equal_and_a_scale_off_by_a_thousandth_is_not(self, shape, bias, batch_first):
         multihead, x, context = multihead_with_inputs(shape, bias, batch_first)
         expected = run_multihead(multihead, x, context)
-        found = ScaledAttention.from_multihead(multihead)
-        torch.testing.assert_close(found(x, context), expected, rtol=1e-9, atol=1e-9)
-        found.scale = 1.001 / (D_MODEL / HEADS) ** 0.5
-        assert (found(x, context) - expected).abs().max() > 1e-4
+        result = ScaledAttention.from_multihead(multihead)
+        torch.testing.assert_close(result(x, context), expected, rtol=1e-9, atol=1e-9)
+        result.scale = 1.001 / (D_MODEL / HEADS) ** 0.5
+        assert (result(x, context) - expected).abs().max() > 1e-4
 
     def test_the_state_loads_by_itself_and_inside_a_model(self):
         multihead, x, _ = multihead_with_inputs(SELF, True, True, torch.float32)
@@ -92,21 +92,21 @@ class TestMultihead:
         padding[0, 5:] = padding[2, 2:] = True
         later = torch.ones(7, 7, dtype=torch.bool).triu(1)
         expected = run_multihead(multihead, x, None, key_padding_mask=padding, attn_mask=later)
-        found = ScaledAttention.from_multihead(multihead)
+        result = ScaledAttention.from_multihead(multihead)
         bias = torch.zeros(7, 7, dtype=torch.float64).masked_fill(later, -torch.inf)
         for mask in (~later, bias):
-            torch.testing.assert_close(found(x, mask=mask, key_mask=~padding), expected, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(result(x, mask=mask, key_mask=~padding), expected, rtol=1e-9, atol=1e-9)
         causal = ScaledAttention.from_multihead(multihead, causal=True)
         torch.testing.assert_close(causal(x, key_mask=~padding), expected, rtol=1e-9, atol=1e-9)
 
     def test_dropout_mode_dtype_and_options_are_taken_over(self):
         multihead = nn.MultiheadAttention(D_MODEL, HEADS, dropout=0.25, dtype=torch.float64)
-        found = ScaledAttention.from_multihead(multihead, scale="qk_norm", sinks=True, softcap=5.0, window=(3, 0))
-        assert (found.dropout, found.training, found.softcap, found.window) == (0.25, True, 5.0, (3, 0))
-        assert {parameter.dtype for parameter in found.parameters()} == {torch.float64}
-        assert isinstance(found.scale, QKNorm)
+        result = ScaledAttention.from_multihead(multihead, scale="qk_norm", sinks=True, softcap=5.0, window=(3, 0))
+        assert (result.dropout, result.training, result.softcap, result.window) == (0.25, True, 5.0, (3, 0))
+        assert {parameter.dtype for parameter in result.parameters()} == {torch.float64}
+        assert isinstance(result.scale, QKNorm)
         assert not ScaledAttention.from_multihead(multihead.eval()).training
-        assert found.q_proj.weight.data_ptr() != multihead.in_proj_weight.data_ptr()
+        assert result.q_proj.weight.data_ptr() != multihead.in_proj_weight.data_ptr()
 
     @pytest.mark.parametrize(
         ("make_other", "message"),
@@ -143,8 +143,8 @@ class TestDecoding:
         assert cache.length == 9
         torch.testing.assert_close(torch.cat([step.output for step in steps], dim=-2), whole.output)
         for name in ("visible_keys", "max_key"):
-            found = torch.cat([getattr(step.statistics, name) for step in steps], dim=-1)
-            assert torch.equal(found, getattr(whole.statistics, name))
+            result = torch.cat([getattr(step.statistics, name) for step in steps], dim=-1)
+            assert torch.equal(result, getattr(whole.statistics, name))
 
     def test_a_cache_that_forgot_its_length_would_show(self):
         """Positions matter in this module: without them the test above would pass with any offset."""
@@ -175,8 +175,8 @@ class TestDecoding:
         parts = [(draw(2, 3, n, 4, seed=n), draw(2, 3, n, 5, seed=n + 1)) for n in lengths]
         cache = KVCache()
         for k, v in parts:
-            found = cache.append(k, v)
-        for one, expected in zip(found, zip(*parts, strict=True), strict=True):
+            result = cache.append(k, v)
+        for one, expected in zip(result, zip(*parts, strict=True), strict=True):
             assert torch.equal(one, torch.cat(expected, dim=-2))
 
     def test_the_room_doubles(self):
@@ -247,12 +247,12 @@ class TestAttention:
 
         q, k, v = split(module.q_proj, 4), split(module.k_proj, 2), split(module.v_proj, 2)
         expected = sqrtdk.attention(q, k, v, scale=scale, causal=True, weights=True)
-        found = module.attend(x, weights=True)
+        result = module.attend(x, weights=True)
         joined = torch.from_numpy(expected.output.swapaxes(1, 2).reshape(2, 6, -1))
-        torch.testing.assert_close(found.output, module.out_proj(joined))
-        np.testing.assert_allclose(found.weights.detach(), expected.weights, atol=1e-12)
-        np.testing.assert_allclose(found.statistics.entropy, expected.statistics.entropy, rtol=1e-9, atol=1e-12)
-        assert torch.equal(module(x), found.output)
+        torch.testing.assert_close(result.output, module.out_proj(joined))
+        np.testing.assert_allclose(result.weights.detach(), expected.weights, atol=1e-12)
+        np.testing.assert_allclose(result.statistics.entropy, expected.statistics.entropy, rtol=1e-9, atol=1e-12)
+        assert torch.equal(module(x), result.output)
 
     @pytest.mark.parametrize("shape", [(5,), (3, 5), (2, 3, 5)])
     def test_leading_axes_are_free(self, shape):
@@ -310,9 +310,9 @@ class TestAttention:
         torch.testing.assert_close(module.pressure.per_head.float(), module.scale.log_gain.grad, rtol=1e-4, atol=1e-4)
 
     def test_statistics_of_sampled_rows(self):
-        found = make().attend(draw(2, 32, D_MODEL), sample_rows=8)
-        assert found.statistics.entropy.shape == (2, HEADS, 8)
-        assert found.output.shape == (2, 32, D_MODEL)
+        result = make().attend(draw(2, 32, D_MODEL), sample_rows=8)
+        assert result.statistics.entropy.shape == (2, HEADS, 8)
+        assert result.output.shape == (2, 32, D_MODEL)
 
     def test_scales_by_name_by_policy_and_by_module(self):
         x = draw(2, 6, D_MODEL)

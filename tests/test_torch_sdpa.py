@@ -29,11 +29,11 @@ pytestmark = ON_THE_BEST_AND_THE_REFERENCE
 def assert_as_torch(q, k, v, *args, **call):
     """Output and gradients of the call are torch's, in float64."""
     ours, theirs = require_grad(q, k, v), require_grad(q, k, v)
-    found, expected = scaled_dot_product_attention(*ours, *args, **call), torch_sdpa(*theirs, *args, **call)
-    assert type(found) is torch.Tensor
-    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+    result, expected = scaled_dot_product_attention(*ours, *args, **call), torch_sdpa(*theirs, *args, **call)
+    assert type(result) is torch.Tensor
+    torch.testing.assert_close(result, expected, rtol=1e-11, atol=1e-12)
     grad = draw_like(1, expected)
-    found.backward(grad)
+    result.backward(grad)
     expected.backward(grad)
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-11)
@@ -104,9 +104,9 @@ def test_every_mask_form(shape):
     additive = torch.from_numpy(np.where(boolean.numpy(), rng.standard_normal(shape), -np.inf))
     assert_as_torch(q, k, v, attn_mask=additive, scale=0.4)
     ours, theirs = require_grad(additive, additive)
-    (found,) = torch.autograd.grad(scaled_dot_product_attention(q, k, v, ours).square().sum(), ours)
+    (result,) = torch.autograd.grad(scaled_dot_product_attention(q, k, v, ours).square().sum(), ours)
     (expected,) = torch.autograd.grad(torch_sdpa(q, k, v, theirs).square().sum(), theirs)
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(4, 2), (6, 3), (4, 1), (4, 4)])
@@ -153,22 +153,22 @@ def test_a_mask_and_is_causal_intersect(kind):
     visible[:, 0] = True
     both = visible & torch.ones(5, 7, dtype=torch.bool).tril()
     if kind == "boolean":
-        found, expected = scaled_dot_product_attention(q, k, v, visible, is_causal=True), torch_sdpa(q, k, v, both)
+        result, expected = scaled_dot_product_attention(q, k, v, visible, is_causal=True), torch_sdpa(q, k, v, both)
     else:
         bias = draw_like(10, q[0, 0, :, :1]) + torch.zeros(5, 7, dtype=torch.float64).masked_fill(~visible, -math.inf)
-        found = scaled_dot_product_attention(q, k, v, bias, is_causal=True)
+        result = scaled_dot_product_attention(q, k, v, bias, is_causal=True)
         expected = torch_sdpa(q, k, v, bias.masked_fill(~both, -math.inf))
-    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(result, expected, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("statistics", [False, True])
 def test_a_mask_entry_beyond_float32_is_a_number_beside_float32(statistics):
     q, k, v = draw(7, (2, 3, 4), (2, 4, 4), 2, torch.float32)
     mask = torch.tensor([[0.0, -1e100, -1e100, 0.0], [-1e100] * 4, [0.0] * 4], dtype=torch.float64)
-    found, expected = attention(q, k, v, mask=mask, statistics=statistics), attend_in_reference(q, k, v, mask=mask)
-    assert_close(found.output, expected.output, 1e-5, "output")
+    result, expected = attention(q, k, v, mask=mask, statistics=statistics), attend_in_reference(q, k, v, mask=mask)
+    assert_close(result.output, expected.output, 1e-5, "output")
     if statistics:
-        assert_close(found.statistics.logit_mean, expected.statistics.logit_mean, 1e-5, "logit_mean")
+        assert_close(result.statistics.logit_mean, expected.statistics.logit_mean, 1e-5, "logit_mean")
     leaf = q.clone().requires_grad_()
     attention(leaf, k, v, mask=mask).output.sum().backward()
     assert torch.isfinite(leaf.grad).all()
@@ -191,9 +191,9 @@ def test_masked_nan_has_no_influence():
     clean = scaled_dot_product_attention(q, k, v, is_causal=True)
     k[:, :, 5:] = v[:, :, 5:] = torch.nan
     leaves = require_grad(q, k, v)
-    found = scaled_dot_product_attention(*leaves, is_causal=True)
-    torch.testing.assert_close(found, clean, rtol=0, atol=0)
-    for gradient in torch.autograd.grad(found.sum(), leaves):
+    result = scaled_dot_product_attention(*leaves, is_causal=True)
+    torch.testing.assert_close(result, clean, rtol=0, atol=0)
+    for gradient in torch.autograd.grad(result.sum(), leaves):
         assert torch.isfinite(gradient).all()
 
 
@@ -223,10 +223,10 @@ def accuracy_case(name, seed, dtype, sharpness):
     return tensors, mask if form == torch.bool else torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, -math.inf)
 
 
-def largest_errors(found, eager_found, exact):
+def largest_errors(result, eager_found, exact):
     """The largest errors of both against float64, and a few units in the last place of the largest number."""
-    floor = 2 * unit(found.dtype) * float(exact.abs().max())
-    return float((found.double() - exact).abs().max()), float((eager_found.double() - exact).abs().max()), floor
+    floor = 2 * unit(result.dtype) * float(exact.abs().max())
+    return float((result.double() - exact).abs().max()), float((eager_found.double() - exact).abs().max()), floor
 
 
 @pytest.mark.parametrize("sharpness", [1.0, 8.0])
@@ -268,8 +268,8 @@ def kept(p, queries=25, keys=60, seed=0):
     """Which weights of a call dropout leaves, read off its output with values of unit vectors."""
     q, k, _ = draw(13, (2, 2, 4, queries, 8), (2, 2, 4, keys, 8), 1, sharpness=1.0)
     v = torch.eye(keys, dtype=torch.float64).expand(2, 2, 4, keys, keys)
-    found = seeded(lambda: attention(q, k, v, dropout=p, weights=True), seed)()
-    ratio = found.output / found.weights
+    result = seeded(lambda: attention(q, k, v, dropout=p, weights=True), seed)()
+    ratio = result.output / result.weights
     assert bool(((ratio.abs() < 1e-9) | ((ratio - 1 / (1 - p)).abs() < 1e-9)).all())
     return ratio > 0.5
 
@@ -293,10 +293,10 @@ def test_dropout_drops_weights_one_by_one_and_lifts_the_rest(p, block, monkeypat
 def test_the_mean_over_dropouts_is_the_output_without():
     q, k, v = draw(14, (4, 3, 8), (4, 5, 8), 6)
     many = [x.expand(3000, *x.shape) for x in (q, k, v)]
-    found = seeded(lambda: scaled_dot_product_attention(*many, dropout_p=0.3))()
+    result = seeded(lambda: scaled_dot_product_attention(*many, dropout_p=0.3))()
     plain = scaled_dot_product_attention(q, k, v)
-    error = found.std(0) / math.sqrt(3000)
-    assert float(((found.mean(0) - plain).abs() / error).max()) < 5.0
+    error = result.std(0) / math.sqrt(3000)
+    assert float(((result.mean(0) - plain).abs() / error).max()) < 5.0
 
 
 def test_dropout_of_everything_gives_zeros_and_of_nothing_gives_the_output():
@@ -345,8 +345,8 @@ def test_the_gradient_drops_what_the_output_dropped(extra, block, monkeypatch):
     leaves = require_grad(*draw(18, (1, 4, 3, 3), (1, 2, 4, 3), 2, sharpness=1.0), sinks)
 
     def function(q, k, v, sinks):
-        found = attention(q, k, v, sinks=sinks, dropout=0.4, weights=True, **extra)
-        return found.output, found.weights
+        result = attention(q, k, v, sinks=sinks, dropout=0.4, weights=True, **extra)
+        return result.output, result.weights
 
     assert gradcheck(seeded(function), leaves, atol=1e-6, fast_mode=True)
     output, _ = seeded(function)(*leaves)

@@ -41,11 +41,11 @@ def as_tensors(rows, **options):
 @pytest.mark.parametrize("sharpness", [0.0, 1.0, 30.0])
 def test_derived_numbers_are_those_of_numpy(name, sharpness):
     rows = rows_in_numpy(sharpness=sharpness)
-    found = getattr(as_tensors(rows), name)
-    assert isinstance(found, torch.Tensor)
-    assert found.dtype == torch.float64
+    result = getattr(as_tensors(rows), name)
+    assert isinstance(result, torch.Tensor)
+    assert result.dtype == torch.float64
     # An ulp: the two libraries round cubes and logarithms differently.
-    np.testing.assert_allclose(found.numpy(), getattr(rows, name), rtol=5e-16, atol=0.0)
+    np.testing.assert_allclose(result.numpy(), getattr(rows, name), rtol=5e-16, atol=0.0)
 
 
 def test_one_hot_rows_keep_their_small_numbers():
@@ -67,8 +67,8 @@ def test_numbers_stay_on_their_device_and_in_their_precision():
     counts, numbers = blocks_of(rows_in_numpy(), device="meta", dtype=torch.float32)  # MPS has no float64
     rows = AttentionStatistics.from_blocks(counts, numbers)
     for name in (*DERIVED, *FIELDS[2:]):
-        found = getattr(rows, name)
-        assert (found.device.type, found.dtype, found.shape) == ("meta", torch.float32, (2, 3, 9)), name
+        result = getattr(rows, name)
+        assert (result.device.type, result.dtype, result.shape) == ("meta", torch.float32, (2, 3, 9)), name
 
 
 def test_derived_numbers_are_traced_without_a_break():
@@ -81,8 +81,8 @@ def test_derived_numbers_are_traced_without_a_break():
     traced, derived = derive(*blocks_of(rows), torch.arange(9))
     assert isinstance(traced, AttentionStatistics)
     assert traced.sample.rows == 9
-    for name, found in zip(DERIVED, derived, strict=True):
-        torch.testing.assert_close(found, getattr(as_tensors(rows), name), rtol=1e-15, atol=0.0, equal_nan=True)
+    for name, result in zip(DERIVED, derived, strict=True):
+        torch.testing.assert_close(result, getattr(as_tensors(rows), name), rtol=1e-15, atol=0.0, equal_nan=True)
 
 
 @pytest.mark.parametrize("lazily", [True, False])
@@ -93,19 +93,19 @@ def test_tensors_come_to_numpy_whole(lazily):
     if not lazily:
         tensors = dataclasses.replace(tensors)
         assert "_blocks" not in vars(tensors)
-    found = tensors.numpy()
+    result = tensors.numpy()
     for name in FIELDS:
-        assert isinstance(getattr(found, name), np.ndarray)
-        assert getattr(found, name).dtype == (np.int64 if name in FIELDS[:2] else np.float64)
-        np.testing.assert_array_equal(getattr(found, name), getattr(rows, name), err_msg=name)
-    assert isinstance(found.sample.positions, np.ndarray)
-    assert (found.sample.positions.tolist(), found.sample.rows, found.first_position) == (list(range(9)), 40, 3)
+        assert isinstance(getattr(result, name), np.ndarray)
+        assert getattr(result, name).dtype == (np.int64 if name in FIELDS[:2] else np.float64)
+        np.testing.assert_array_equal(getattr(result, name), getattr(rows, name), err_msg=name)
+    assert isinstance(result.sample.positions, np.ndarray)
+    assert (result.sample.positions.tolist(), result.sample.rows, result.first_position) == (list(range(9)), 40, 3)
 
 
 def test_numpy_detaches():
     counts, numbers = blocks_of(rows_in_numpy())
-    found = AttentionStatistics.from_blocks(counts, numbers.requires_grad_()).numpy()
-    np.testing.assert_array_equal(found.entropy, rows_in_numpy().entropy)
+    result = AttentionStatistics.from_blocks(counts, numbers.requires_grad_()).numpy()
+    np.testing.assert_array_equal(result.entropy, rows_in_numpy().entropy)
 
 
 def test_the_summary_of_tensors_is_that_of_numpy():
@@ -119,16 +119,16 @@ def test_the_summary_of_tensors_is_that_of_numpy():
 @pytest.mark.parametrize("name", ROW_STATISTICS)
 def test_means_are_those_of_numpy(name, axis):
     rows = rows_in_numpy()
-    found = as_tensors(rows).mean(name, axis=axis)
-    assert isinstance(found, torch.Tensor)
-    assert found.dtype == torch.float64
-    np.testing.assert_allclose(found.numpy(), rows.mean(name, axis=axis), rtol=1e-14)
+    result = as_tensors(rows).mean(name, axis=axis)
+    assert isinstance(result, torch.Tensor)
+    assert result.dtype == torch.float64
+    np.testing.assert_allclose(result.numpy(), rows.mean(name, axis=axis), rtol=1e-14)
 
 
 def test_means_stay_on_their_device_and_are_traced():
     counts, numbers = blocks_of(rows_in_numpy(), device="meta", dtype=torch.float32)
-    found = AttentionStatistics.from_blocks(counts, numbers).mean("entropy_ratio", axis=-1)
-    assert (found.device.type, found.dtype, found.shape) == ("meta", torch.float32, (2, 3))
+    result = AttentionStatistics.from_blocks(counts, numbers).mean("entropy_ratio", axis=-1)
+    assert (result.device.type, result.dtype, result.shape) == ("meta", torch.float32, (2, 3))
 
     @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
     def average(counts, numbers):
@@ -164,9 +164,9 @@ def test_tensors_travel_and_compare(lazily):
 
 def test_the_saturation_index_of_tensors():
     sigma = torch.tensor([8.0, 1.0, 2.0], dtype=torch.float64)
-    found = theory.saturation_index(sigma, torch.tensor([1024, 1, 0]))
-    assert float(found[0]) == pytest.approx(float(theory.saturation_index(8.0, 1024)), rel=1e-15)
-    assert found[1:].isnan().all()
+    result = theory.saturation_index(sigma, torch.tensor([1024, 1, 0]))
+    assert float(result[0]) == pytest.approx(float(theory.saturation_index(8.0, 1024)), rel=1e-15)
+    assert result[1:].isnan().all()
     assert theory.saturation_index(sigma.float(), 1024).dtype == torch.float32
 
 

@@ -55,8 +55,8 @@ def _pull_back_tangent(function):
     key = K.clone().requires_grad_()
     output = function(Q, key, V)
     with forward_ad.dual_level():
-        (found,) = torch.autograd.grad(output, key, forward_ad.make_dual(V, Q))
-        return forward_ad.unpack_dual(found).tangent
+        (result,) = torch.autograd.grad(output, key, forward_ad.make_dual(V, Q))
+        return forward_ad.unpack_dual(result).tangent
 
 
 NESTED = {
@@ -84,9 +84,9 @@ NESTED = {
 
 @pytest.mark.parametrize("name", NESTED)
 def test_nested_derivatives_are_those_of_eager(name):
-    found, expected = NESTED[name](ours), NESTED[name](eager)
+    result, expected = NESTED[name](ours), NESTED[name](eager)
     assert expected.abs().max() > 1e-3
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("transform", ["grad", "vmap of grad", "grad of vmap", "jacrev"])

@@ -95,16 +95,16 @@ def unit(dtype):
     return torch.finfo(dtype).eps
 
 
-def assert_close(found, expected, tolerance, what):
+def assert_close(result, expected, tolerance, what):
     """Absolute and relative distance from float64 numbers within a tolerance; NaN and infinities at the same places."""
-    np.testing.assert_allclose(widen(found), expected, rtol=tolerance, atol=tolerance, err_msg=what)
+    np.testing.assert_allclose(widen(result), expected, rtol=tolerance, atol=tolerance, err_msg=what)
 
 
-def assert_statistics(found, expected, dtype):
+def assert_statistics(result, expected, dtype):
     """Every field and every derived number is the reference's, as good as the dtype that was computed in."""
     tolerance = 1e-9 if dtype == torch.float64 else 3e-5
     for name in FIELDS:
-        value = getattr(found, name)
+        value = getattr(result, name)
         assert value.dtype == (torch.int64 if name in COUNTS else torch.float64), name
         assert value.shape == getattr(expected, name).shape, name
         assert not value.requires_grad, name
@@ -113,25 +113,25 @@ def assert_statistics(found, expected, dtype):
         else:
             assert_close(value, getattr(expected, name), tolerance, name)
     for name in DERIVED:
-        value = getattr(found, name)
+        value = getattr(result, name)
         assert isinstance(value, torch.Tensor), name
         assert_close(value, getattr(expected, name), tolerance, name)
 
 
 def assert_as_reference(q, k, v, **call):
     """Output, weights and statistics of a call are those of the NumPy reference; returns what was found."""
-    found = attention(q, k, v, weights=True, **call)
+    result = attention(q, k, v, weights=True, **call)
     expected = attend_in_reference(q, k, v, **call)
-    assert found.output.dtype == found.weights.dtype == q.dtype
-    assert found.output.shape == expected.output.shape
-    assert found.weights.shape == expected.weights.shape
+    assert result.output.dtype == result.weights.dtype == q.dtype
+    assert result.output.shape == expected.output.shape
+    assert result.weights.shape == expected.weights.shape
     # One rounding to the dtype, and float32's own errors where the work is done in float32.
     tolerance = 1e-12 if q.dtype == torch.float64 else 0.51 * unit(q.dtype) + 6e-6
     largest = max(1.0, float(np.nanmax(np.abs(expected.output), initial=0.0)))
-    assert_close(found.output / largest, expected.output / largest, tolerance, "output")
-    assert_close(found.weights, expected.weights, tolerance, "weights")
-    assert_statistics(found.statistics, expected.statistics, q.dtype)
-    return found
+    assert_close(result.output / largest, expected.output / largest, tolerance, "output")
+    assert_close(result.weights, expected.weights, tolerance, "weights")
+    assert_statistics(result.statistics, expected.statistics, q.dtype)
+    return result
 
 
 def assert_same_bits(one, other):
@@ -199,6 +199,6 @@ def assert_same_with_gradients(one, other, leaves, others=None):
         left, right = getattr(one.statistics, name), getattr(other.statistics, name)
         torch.testing.assert_close(left, right, rtol=1e-10, atol=1e-12, equal_nan=True, msg=name)
     grad = draw_like(9, other.output)
-    found = torch.autograd.grad(one.output, leaves, grad)
-    for left, right in zip(found, torch.autograd.grad(other.output, others or leaves, grad), strict=True):
+    result = torch.autograd.grad(one.output, leaves, grad)
+    for left, right in zip(result, torch.autograd.grad(other.output, others or leaves, grad), strict=True):
         torch.testing.assert_close(left, right, rtol=1e-10, atol=1e-12)

@@ -199,5 +199,5 @@ def run(model: Any, specimen: Specimen, fed: dict[str, Any]) -> dict[str, Any]:
     return {"hidden": result.last_hidden_state}
 
 
-def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[float]:
-    return [float((found[name] - wanted).abs().max() / wanted.abs().max()) for name, wanted in expected.items()]
+def differences(result: dict[str, Any], expected: dict[str, Any]) -> list[float]:
+    return [float((result[name] - wanted).abs().max() / wanted.abs().max()) for name, wanted in expected.items()]

@@ -1,6 +1,6 @@
-// Random calls of backward(), and of the weights that forward() writes, on every level that runs here, against plain loops over
-// double. Every array has an allocation of its own that ends with its last element, so that a sanitizer sees the first
-// byte read or written beyond it.
+// Random calls of backward(), and of the weights that forward() writes, on every level that runs here, against plain
+// loops over double. Every array has an allocation of its own that ends with its last element, so that a sanitizer sees
+// the first byte read or written beyond it.
 #include <cstdio>
 #include <cstdlib>
 
@@ -76,7 +76,8 @@ const char* compare(const Passes& passes) {
             for (int64_t r = 0; r < call.shared; ++r)
                 for (int64_t i = 0; i < call.queries; ++i, ++row_at) {
                     const naive::Row row = naive::attend(call, head, n, g, r, i);
-                    const double of_scale = call.scale.data[n * call.scale.n + g * call.scale.g + r * call.scale.r + i * call.scale.l];
+                    const double of_scale =
+                        call.scale.data[n * call.scale.n + g * call.scale.g + r * call.scale.r + i * call.scale.l];
                     const auto grad = [&](int64_t c) {
                         const Query& o = call.grad_output;
                         return at(call, o.data, n * o.n + g * o.g + r * o.r + i * o.l + c * o.d);
@@ -85,7 +86,9 @@ const char* compare(const Passes& passes) {
                     double delta = 0.0, scale = 0.0, largest = 1.0;
                     for (size_t j = 0; j < row.keys.size(); ++j) {
                         for (int64_t c = 0; c < call.d_v; ++c)
-                            grad_weights[j] += grad(c) * at(call, call.v.data, n * call.v.n + g * call.v.g + row.keys[j] * call.v.s + c * call.v.d);
+                            grad_weights[j] +=
+                                grad(c) * at(call, call.v.data,
+                                             n * call.v.n + g * call.v.g + row.keys[j] * call.v.s + c * call.v.d);
                         delta += row.weights[j] * grad_weights[j];
                         largest = std::fmax(largest, std::fabs(grad_weights[j]) * (1.0 + std::fabs(row.scores[j])));
                     }
@@ -98,20 +101,27 @@ const char* compare(const Passes& passes) {
                         if (!sees) continue;
                         if (!close(weight, row.weights[seen], allowed)) return "weight";
                         const double squashed = call.softcap > 0 ? std::tanh(row.scores[seen] / call.softcap) : 0.0;
-                        const double slope = row.weights[seen] * (grad_weights[seen] - delta) * (1.0 - squashed * squashed);
+                        const double slope =
+                            row.weights[seen] * (grad_weights[seen] - delta) * (1.0 - squashed * squashed);
                         const int64_t to = (n * call.groups + g) * call.keys + j;
                         for (int64_t d = 0; d < call.d_k; ++d) {
-                            const double k = at(call, call.k.data, n * call.k.n + g * call.k.g + j * call.k.s + d * call.k.d);
-                            const double q = at(call, call.q.data, n * call.q.n + g * call.q.g + r * call.q.r + i * call.q.l + d * call.q.d);
+                            const double k =
+                                at(call, call.k.data, n * call.k.n + g * call.k.g + j * call.k.s + d * call.k.d);
+                            const double q =
+                                at(call, call.q.data,
+                                   n * call.q.n + g * call.q.g + r * call.q.r + i * call.q.l + d * call.q.d);
                             query[size_t(d)] += of_scale * slope * k;
                             scale += slope * q * k;
                             key[size_t(to * call.d_k + d)] += of_scale * slope * q;
                         }
-                        for (int64_t c = 0; c < call.d_v; ++c) value[size_t(to * call.d_v + c)] += row.weights[seen] * grad(c);
+                        for (int64_t c = 0; c < call.d_v; ++c)
+                            value[size_t(to * call.d_v + c)] += row.weights[seen] * grad(c);
                         ++seen;
                     }
                     for (int64_t d = 0; d < call.d_k; ++d)
-                        if (!close(at(call, passes.query.get(), row_at * call.d_k + d), query[size_t(d)], 4.0 * largest * allowed)) return "query";
+                        if (!close(at(call, passes.query.get(), row_at * call.d_k + d), query[size_t(d)],
+                                   4.0 * largest * allowed))
+                            return "query";
                     if (!close(passes.scale[size_t(row_at)], scale, 16.0 * largest * allowed)) return "scale";
                     const double sink = row.keys.empty() ? 0.0 : -row.sink_weight * delta;
                     if (!close(passes.sinks[size_t(row_at)], sink, largest * allowed)) return "sinks";

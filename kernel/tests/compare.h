@@ -1,4 +1,5 @@
-// How far a result of the kernel may lie from the plain loops: what the rounding of its logits explains, and no further.
+// How far a result of the kernel may lie from the plain loops: what the rounding of its logits explains, and no
+// further.
 #pragma once
 
 #include <cmath>
@@ -32,7 +33,8 @@ inline KeyError error_of(const Forward& call, const naive::Row& row, size_t j, b
     }
     error.logit = error.score;
     if (call.softcap > 0)
-        error.logit += 8.0 * working.unit * std::fmin(std::fabs(row.scores[j]), call.softcap) + working.denormal * (1.0 + call.softcap);
+        error.logit += 8.0 * working.unit * std::fmin(std::fabs(row.scores[j]), call.softcap) +
+                       working.denormal * (1.0 + call.softcap);
     if (row.biases[j] != 0.0)
         error.logit += 2.0 * working.unit * (std::fabs(row.biases[j]) + std::fabs(row.logits[j] - row.biases[j]));
     return error;
@@ -95,8 +97,12 @@ class RowComparison {
 
     Fault check_output(const Results& results, int64_t at) const {
         const double largest = largest_of(call_.dtype), keys = double(row_.keys.size());
-        const double rounding = call_.dtype == Dtype::float16 ? 0x1p-11 : call_.dtype == Dtype::bfloat16 ? 0x1p-8 : working_.unit;
-        const double denormal = call_.dtype == Dtype::float16 ? 0x1p-24 : call_.dtype == Dtype::bfloat16 ? 0x1p-133 : working_.denormal;
+        const double rounding = call_.dtype == Dtype::float16    ? 0x1p-11
+                                : call_.dtype == Dtype::bfloat16 ? 0x1p-8
+                                                                 : working_.unit;
+        const double denormal = call_.dtype == Dtype::float16    ? 0x1p-24
+                                : call_.dtype == Dtype::bfloat16 ? 0x1p-133
+                                                                 : working_.denormal;
         const std::vector<double> values = naive::weigh(call_, head_, row_);
         for (int64_t c = 0; c < call_.d_v; ++c) {
             const double output = naive::load(call_.dtype, results.output.data(), at * call_.d_v + c);
@@ -108,7 +114,8 @@ class RowComparison {
                 reach += static_cast<long double>(row_.weights[j]) * value;
                 size = std::fmax(size, value);
             }
-            if (std::isfinite(expected) && std::fabs(expected) > 0.999 * largest) continue;  // rounds to infinity or not
+            if (std::isfinite(expected) && std::fabs(expected) > 0.999 * largest)
+                continue;  // rounds to infinity or not
             const double floor = keys * (working_.normal * size + working_.denormal) + denormal;
             double tolerance = double(reach) * (4.0 * logits_ + 2.0 * sums() + sink_error_);
             tolerance += rounding * std::fabs(expected) + floor;
@@ -133,7 +140,8 @@ class RowComparison {
             bool of_weights;
         } fields[] = {
             {"max_logit", row_.max_logit, 2.0 * logits_, false},
-            {"logsumexp", row_.logsumexp, 4.0 * logits_ + 2.0 * sums() * row_.tail_weight + 1e-15 * largest_ + tiny, false},
+            {"logsumexp", row_.logsumexp, 4.0 * logits_ + 2.0 * sums() * row_.tail_weight + 1e-15 * largest_ + tiny,
+             false},
             {"entropy", row_.entropy, entropy, true},
             {"tail_weight", row_.tail_weight, weight * row_.tail_weight + lost, true},
             {"tail_p2", row_.tail_p2, 2.0 * weight * row_.tail_p2 + lost * lost, true},
@@ -141,7 +149,8 @@ class RowComparison {
             {"logit_mean", row_.logit_mean, 2.0 * all_logits_ + 4.0 * sums() * largest_ + tiny, false},
             {"logit_variance", row_.logit_variance, of_variance(row_.logit_variance, all_logits_, largest_), false},
             {"score_max", row_.score_max, 2.0 * all_scores_, false},
-            {"score_variance", row_.score_variance, of_variance(row_.score_variance, all_scores_, largest_score_), false},
+            {"score_variance", row_.score_variance, of_variance(row_.score_variance, all_scores_, largest_score_),
+             false},
             {"sink_weight", row_.sink_weight, row_.sink_weight * (weight + sink_error_) + 0x1p-1022, true},
         };
         for (size_t field = 0; field < 11; ++field) {

@@ -17,7 +17,8 @@ struct Expected {
             for (int64_t g = 0; g < call.groups; ++g) {
                 heads.push_back(naive::read_head(call, n, g));
                 for (int64_t r = 0; r < call.shared; ++r)
-                    for (int64_t i = 0; i < call.queries; ++i) rows.push_back(naive::attend(call, heads.back(), n, g, r, i));
+                    for (int64_t i = 0; i < call.queries; ++i)
+                        rows.push_back(naive::attend(call, heads.back(), n, g, r, i));
             }
     }
 };
@@ -25,7 +26,8 @@ struct Expected {
 Fault compare(const Case& test, const Expected& expected, const Results& results) {
     const int64_t rows = int64_t(expected.rows.size()), per_head = test.call.shared * test.call.queries;
     for (int64_t at = 0; at < rows; ++at) {
-        const RowComparison comparison(test.call, expected.heads[size_t(at / per_head)], expected.rows[size_t(at)], test.exact);
+        const RowComparison comparison(test.call, expected.heads[size_t(at / per_head)], expected.rows[size_t(at)],
+                                       test.exact);
         if (const Fault fault = comparison.check(results, at); fault.what) return fault;
     }
     return {};
@@ -48,14 +50,17 @@ bool same_bits(const Forward& call, const Results& whole, const Results& part, i
         for (int64_t field = 0; field < 2; ++field)
             if (whole.counts[size_t(field * all + first + at)] != part.counts[size_t(field * rows + at)]) return false;
         for (int64_t field = 0; field < 11; ++field)
-            if (!same_number(whole.numbers[size_t(field * all + first + at)], part.numbers[size_t(field * rows + at)])) return false;
+            if (!same_number(whole.numbers[size_t(field * all + first + at)], part.numbers[size_t(field * rows + at)]))
+                return false;
     }
     return true;
 }
 
 Forward cut_batch(const Forward& call, int64_t n, int64_t mask_bytes) {
     Forward part = call;
-    const auto moved = [n](const void* data, int64_t step, int64_t bytes) { return static_cast<const char*>(data) + n * step * bytes; };
+    const auto moved = [n](const void* data, int64_t step, int64_t bytes) {
+        return static_cast<const char*>(data) + n * step * bytes;
+    };
     part.batch = 1;
     part.q.data = moved(call.q.data, call.q.n, bytes_of(call.dtype));
     part.k.data = moved(call.k.data, call.k.n, bytes_of(call.dtype));
@@ -92,7 +97,8 @@ Fault check_strides(Case& test, Random& random, const char* level) {
     test.call.threads = int(pick(random, {1, 2, 3}));
     Results dense(test.call, true);
     if (forward(test.call, level) != Status::ok) return {"status with other strides"};
-    return {same_bits(test.call, spread, dense, 0, int64_t(spread.counts.size() / 2)) ? nullptr : "bits with other strides"};
+    return {same_bits(test.call, spread, dense, 0, int64_t(spread.counts.size() / 2)) ? nullptr
+                                                                                      : "bits with other strides"};
 }
 
 }  // namespace
@@ -115,8 +121,8 @@ int main(int argc, char** argv) {
             if (fault.what == nullptr) return;
             ++wrong;
             std::printf("%s, seed %llu, row %ld: %s %.17g, must be %.17g within %.3g\n", level,
-                        static_cast<unsigned long long>(seed + number), long(fault.row), fault.what, fault.number, fault.expected,
-                        fault.tolerance);
+                        static_cast<unsigned long long>(seed + number), long(fault.row), fault.what, fault.number,
+                        fault.expected, fault.tolerance);
             test.print();
             std::fflush(stdout);
         };

@@ -21,7 +21,8 @@ void check_level(const char* level) {
         test.call.threads = 2;
         test.call.interrupted = [](void*) { return true; };
         const Status status = forward(test.call, level);  // a call that ends before it is asked is complete
-        expect(status == Status::interrupted || status == Status::ok, level, "an interrupted call ends as something else");
+        expect(status == Status::interrupted || status == Status::ok, level,
+               "an interrupted call ends as something else");
     }
     Case test(random);
     Results results(test.call, true);

@@ -92,10 +92,12 @@ inline Head read_head(const Problem& call, int64_t n, int64_t g) {
     Head head;
     for (int64_t j = 0; j < call.keys; ++j) {
         for (int64_t d = 0; d < call.d_k; ++d) {
-            head.keys.push_back(load(call.dtype, call.k.data, n * call.k.n + g * call.k.g + j * call.k.s + d * call.k.d));
+            head.keys.push_back(
+                load(call.dtype, call.k.data, n * call.k.n + g * call.k.g + j * call.k.s + d * call.k.d));
         }
         for (int64_t c = 0; c < call.d_v; ++c) {
-            head.values.push_back(load(call.dtype, call.v.data, n * call.v.n + g * call.v.g + j * call.v.s + c * call.v.d));
+            head.values.push_back(
+                load(call.dtype, call.v.data, n * call.v.n + g * call.v.g + j * call.v.s + c * call.v.d));
         }
     }
     return head;
@@ -155,7 +157,8 @@ inline Row attend(const Problem& call, const Head& head, int64_t n, int64_t g, i
     const double scale = call.scale.data[n * call.scale.n + g * call.scale.g + r * call.scale.r + i * call.scale.l];
     std::vector<double> query;
     for (int64_t d = 0; d < call.d_k; ++d) {
-        query.push_back(load(call.dtype, call.q.data, n * call.q.n + g * call.q.g + r * call.q.r + i * call.q.l + d * call.q.d));
+        query.push_back(
+            load(call.dtype, call.q.data, n * call.q.n + g * call.q.g + r * call.q.r + i * call.q.l + d * call.q.d));
     }
     for (int64_t j = 0; j < call.keys; ++j) {
         double bias;
@@ -222,7 +225,8 @@ inline Row attend(const Problem& call, const Head& head, int64_t n, int64_t g, i
         divisor += finite ? std::exp(static_cast<long double>(sink) - row.max_logit) : 0.0L;
     }
     for (double logit : row.logits) {
-        const long double e = finite && std::isfinite(logit) ? std::exp(static_cast<long double>(logit) - row.max_logit) : 0.0L;
+        const long double e =
+            finite && std::isfinite(logit) ? std::exp(static_cast<long double>(logit) - row.max_logit) : 0.0L;
         row.weights.push_back(double(e / divisor) + poison);
     }
     return row;

@@ -1,4 +1,5 @@
-// Random calls with numbers of ordinary size: shapes that hit the tails, any strides, masks, ranges, features and dtypes.
+// Random calls with numbers of ordinary size: shapes that hit the tails, any strides, masks, ranges, features and
+// dtypes.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +17,9 @@ inline int64_t pick(Random& random, std::initializer_list<int64_t> values) {
     return values.begin()[random() % values.size()];
 }
 
-inline bool chance(Random& random, double probability) { return std::uniform_real_distribution<>()(random) < probability; }
+inline bool chance(Random& random, double probability) {
+    return std::uniform_real_distribution<>()(random) < probability;
+}
 
 inline int64_t bytes_of(Dtype dtype) { return dtype == Dtype::float64 ? 8 : dtype == Dtype::float32 ? 4 : 2; }
 
@@ -135,8 +138,8 @@ struct Case {
 
     // Keys that no query of their head sees become NaN or infinite: without influence on any row.
     void poison_hidden_keys(Random& random) {
-        const double poison = chance(random, 0.5) ? std::numeric_limits<double>::quiet_NaN()
-                                                  : std::numeric_limits<double>::infinity();
+        const double poison =
+            chance(random, 0.5) ? std::numeric_limits<double>::quiet_NaN() : std::numeric_limits<double>::infinity();
         for (Array* array : {&k, &v}) {
             array->each([&](int64_t at, const std::vector<int64_t>& index) {
                 const bool hidden = index[3] == 0 && !is_seen(index[0], index[1], index[2]);

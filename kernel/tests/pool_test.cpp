@@ -45,12 +45,12 @@ using Clock = std::chrono::steady_clock;
 
 std::atomic<int> failures{0};
 
-#define EXPECT(condition)                                                            \
-    do {                                                                             \
-        if (!(condition)) {                                                          \
+#define EXPECT(condition)                                                                \
+    do {                                                                                 \
+        if (!(condition)) {                                                              \
             std::fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition); \
-            ++failures;                                                              \
-        }                                                                            \
+            ++failures;                                                                  \
+        }                                                                                \
     } while (false)
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
@@ -147,12 +147,15 @@ void test_busy_pool_is_not_shared() {
         std::atomic<bool> inner_done{false};
     } outer;
     std::thread owner([&outer] {
-        run_on_pool(2, [](void* context, int worker) {
-            Outer& o = *static_cast<Outer*>(context);
-            meet(&o.meeting, worker);
-            const Clock::time_point start = Clock::now();
-            while (!o.inner_done && seconds_since(start) < 10) std::this_thread::yield();
-        }, &outer);
+        run_on_pool(
+            2,
+            [](void* context, int worker) {
+                Outer& o = *static_cast<Outer*>(context);
+                meet(&o.meeting, worker);
+                const Clock::time_point start = Clock::now();
+                while (!o.inner_done && seconds_since(start) < 10) std::this_thread::yield();
+            },
+            &outer);
     });
     while (outer.meeting.inside < 2) std::this_thread::yield();
     Work work(1000);
@@ -164,9 +167,12 @@ void test_busy_pool_is_not_shared() {
 
 void test_nested_calls() {
     std::atomic<int> wrong{0};
-    EXPECT(run_on_pool(3, [](void* context, int) {
-        if (!computes(3)) ++*static_cast<std::atomic<int>*>(context);
-    }, &wrong));
+    EXPECT(run_on_pool(
+        3,
+        [](void* context, int) {
+            if (!computes(3)) ++*static_cast<std::atomic<int>*>(context);
+        },
+        &wrong));
     EXPECT(wrong == 0);
 }
 
@@ -240,10 +246,13 @@ void test_exceptions_stay_inside() {
             int thrower;
         } context;
         context.thrower = thrower;
-        EXPECT(!run_on_pool(2, [](void* c, int worker) {
-            meet(&static_cast<Context*>(c)->meeting, worker);
-            if (worker == static_cast<Context*>(c)->thrower) throw std::runtime_error("from a body");
-        }, &context));
+        EXPECT(!run_on_pool(
+            2,
+            [](void* c, int worker) {
+                meet(&static_cast<Context*>(c)->meeting, worker);
+                if (worker == static_cast<Context*>(c)->thrower) throw std::runtime_error("from a body");
+            },
+            &context));
         EXPECT(computes(2));
     }
     EXPECT(!run_on_pool(1, [](void*, int) { throw 1; }, nullptr));
@@ -254,12 +263,15 @@ void test_caller_ended_by_pthread_exit() {
     static Meeting meeting{2};
     static std::atomic<bool> worker_done{false};
     std::thread caller([] {
-        run_on_pool(2, [](void*, int worker) {
-            meet(&meeting, worker);
-            if (worker == 0) pthread_exit(nullptr);
-            std::this_thread::sleep_for(std::chrono::milliseconds(20));
-            worker_done = true;
-        }, nullptr);
+        run_on_pool(
+            2,
+            [](void*, int worker) {
+                meet(&meeting, worker);
+                if (worker == 0) pthread_exit(nullptr);
+                std::this_thread::sleep_for(std::chrono::milliseconds(20));
+                worker_done = true;
+            },
+            nullptr);
         EXPECT(!"this line is not reached");
     });
     caller.join();
@@ -274,13 +286,16 @@ void test_signals_are_the_callers() {
         Meeting meeting{2};
         std::atomic<int> wrong{0};
     } context;
-    EXPECT(run_on_pool(2, [](void* c, int worker) {
-        meet(&static_cast<Context*>(c)->meeting, worker);
-        sigset_t blocked;
-        pthread_sigmask(SIG_SETMASK, nullptr, &blocked);
-        const bool interrupt = sigismember(&blocked, SIGINT), fault = sigismember(&blocked, SIGSEGV);
-        if (interrupt != (worker > 0) || fault) ++static_cast<Context*>(c)->wrong;
-    }, &context));
+    EXPECT(run_on_pool(
+        2,
+        [](void* c, int worker) {
+            meet(&static_cast<Context*>(c)->meeting, worker);
+            sigset_t blocked;
+            pthread_sigmask(SIG_SETMASK, nullptr, &blocked);
+            const bool interrupt = sigismember(&blocked, SIGINT), fault = sigismember(&blocked, SIGSEGV);
+            if (interrupt != (worker > 0) || fault) ++static_cast<Context*>(c)->wrong;
+        },
+        &context));
     EXPECT(context.wrong == 0 && context.meeting.inside == 2);
 }
 
@@ -361,12 +376,15 @@ void test_fork_inside_a_call() {
     };
     for (int i = 0; i < 20; ++i) {
         Context context;
-        const bool done = run_on_pool(3, [](void* c, int worker) {
-            Context& own = *static_cast<Context*>(c);
-            meet(&own.meeting, worker);
-            if (worker == 0) own.child = fork();
-            do_work(&own.work, worker);
-        }, &context);
+        const bool done = run_on_pool(
+            3,
+            [](void* c, int worker) {
+                Context& own = *static_cast<Context*>(c);
+                meet(&own.meeting, worker);
+                if (worker == 0) own.child = fork();
+                do_work(&own.work, worker);
+            },
+            &context);
         const bool complete = done && context.work.complete();
         if (context.child == 0) {
             if (!complete) _exit(2);
@@ -383,10 +401,13 @@ int exit_during_a_call() {
     alarm(20);
     static Meeting meeting{3};
     std::thread([] {
-        run_on_pool(3, [](void*, int worker) {
-            meet(&meeting, worker);
-            for (;;) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-        }, nullptr);
+        run_on_pool(
+            3,
+            [](void*, int worker) {
+                meet(&meeting, worker);
+                for (;;) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+            },
+            nullptr);
     }).detach();
     while (meeting.inside < 3) std::this_thread::yield();
     return 7;
@@ -452,13 +473,15 @@ void test_a_team_runs_the_body() {
     EXPECT(run_on_pool(4, note, &seen, run_on_new_threads));
     for (const std::atomic<int>& times : seen.times) EXPECT(times == 1);
     EXPECT(seen.first == std::this_thread::get_id());
-    EXPECT(!run_on_pool(3, [](void*, int worker) { if (worker != 0) throw std::runtime_error("no"); }, nullptr,
-                        run_on_new_threads));
+    EXPECT(!run_on_pool(
+        3,
+        [](void*, int worker) {
+            if (worker != 0) throw std::runtime_error("no");
+        },
+        nullptr, run_on_new_threads));
     // Another thread than the process's first is not given to a foreign runtime.
     const sqrtdk::Team must_not_run = [](void (*)(void*), void*, unsigned, unsigned) { ++failures; };
-    std::thread([must_not_run] {
-        EXPECT(run_on_pool(2, [](void*, int) {}, nullptr, must_not_run));
-    }).join();
+    std::thread([must_not_run] { EXPECT(run_on_pool(2, [](void*, int) {}, nullptr, must_not_run)); }).join();
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
-// Random calls of forward() over the whole argument space: shapes that hit the tails, any strides, scales from 5e-324 to
-// 1e300, masks of every kind and byte, blind rows, sinks, NaN and infinity. Every array has an allocation of its own that
-// ends with its last element, so that a sanitizer sees the first byte read beyond it.
+// Random calls of forward() over the whole argument space: shapes that hit the tails, any strides, scales from 5e-324
+// to 1e300, masks of every kind and byte, blind rows, sinks, NaN and infinity. Every array has an allocation of its own
+// that ends with its last element, so that a sanitizer sees the first byte read beyond it.
 #pragma once
 
 #include <algorithm>
@@ -85,7 +85,8 @@ struct Array {
         for (size_t i = sizes.size() - 1; i-- > 0;) copy.strides[i] = copy.strides[i + 1] * sizes[i + 1];
         copy.memory.reset(new char[size_t(count() * bytes)]);
         copy.data = copy.memory.get();
-        for (int64_t at = 0; at < count(); ++at) std::memcpy(copy.data + at * bytes, data + offset(at) * bytes, size_t(bytes));
+        for (int64_t at = 0; at < count(); ++at)
+            std::memcpy(copy.data + at * bytes, data + offset(at) * bytes, size_t(bytes));
         return copy;
     }
 };
@@ -104,9 +105,11 @@ struct Results {
         counts.assign(2 * rows, -7);
         numbers.assign(11 * rows, -7.0);
         double* x = numbers.data();
-        call.statistics = {counts.data(), counts.data() + rows, x,            x + rows,     x + 2 * rows,
-                           x + 3 * rows,  x + 4 * rows,         x + 5 * rows, x + 6 * rows, x + 7 * rows,
-                           x + 8 * rows,  x + 9 * rows,         x + 10 * rows};
+        call.statistics = {counts.data(), counts.data() + rows, x,
+                           x + rows,      x + 2 * rows,         x + 3 * rows,
+                           x + 4 * rows,  x + 5 * rows,         x + 6 * rows,
+                           x + 7 * rows,  x + 8 * rows,         x + 9 * rows,
+                           x + 10 * rows};
     }
 };
 
@@ -168,8 +171,8 @@ struct Case {
                     int(call.dtype), long(call.batch), long(call.groups), long(call.shared), long(call.queries),
                     long(call.keys), long(call.d_k), long(call.d_v), exact);
         std::printf(", scale %g, mask %d, first %ld, last %ld, softcap %g, sink %g, threads %d\n", call.scale.data[0],
-                    int(call.mask.kind), long(call.first), long(call.last), call.softcap, sinks.empty() ? NAN : sinks[0],
-                    call.threads);
+                    int(call.mask.kind), long(call.first), long(call.last), call.softcap,
+                    sinks.empty() ? NAN : sinks[0], call.threads);
     }
 
   private:
@@ -202,7 +205,8 @@ struct Case {
         const bool narrow = call.dtype == Dtype::float16, wide = call.dtype == Dtype::float64;
         const auto size = [&] {
             if (exact || narrow || chance(random, 0.8)) return 1.0;
-            return wide ? pick_number(random, {1e-160, 1e-30, 1e19, 1e153}) : pick_number(random, {1e-30, 1e-10, 1e10, 1e18});
+            return wide ? pick_number(random, {1e-160, 1e-30, 1e19, 1e153})
+                        : pick_number(random, {1e-30, 1e-10, 1e10, 1e18});
         };
         for (Array* array : {&q, &k}) {
             const double factor = size();
@@ -212,9 +216,11 @@ struct Case {
             }
         }
         const double largest = largest_of(call.dtype);
-        const double factor = chance(random, 0.85) ? 1.0 : pick_number(random, {0.2 * largest, 1e-3 * largest, 1.0 / largest});
+        const double factor =
+            chance(random, 0.85) ? 1.0 : pick_number(random, {0.2 * largest, 1e-3 * largest, 1.0 / largest});
         for (int64_t at = 0; at < v.count(); ++at) {
-            const double number = factor == 1.0 ? draw(random) : factor * (double(random() >> 11) * 0x1p-53 * 2.0 - 0.5);
+            const double number =
+                factor == 1.0 ? draw(random) : factor * (double(random() >> 11) * 0x1p-53 * 2.0 - 0.5);
             naive::store(call.dtype, v.data, v.offset(at), number);
         }
         fill_scale(random);
@@ -224,10 +230,13 @@ struct Case {
         const int kind = int(random() % 10);
         for (int64_t at = 0; at < scale.count(); ++at) {
             double number = 1.0 / std::sqrt(double(call.d_k)) * (1.0 + 0.3 * draw(random));
-            if (exact) number = std::ldexp(chance(random, 0.1) ? -1.0 : 1.0, kind < 6 ? int(random() % 6) - 3 : int(random() % 2070) - 1074);
+            if (exact)
+                number = std::ldexp(chance(random, 0.1) ? -1.0 : 1.0,
+                                    kind < 6 ? int(random() % 6) - 3 : int(random() % 2070) - 1074);
             if (kind == 6) number = 0.0;
             if (!exact && kind == 7) number *= pick_number(random, {1e-13, 1e13, -3.0, 30.0});
-            if (!exact && kind >= 8) number = (chance(random, 0.5) ? -1.0 : 1.0) * std::exp2(double(random() % 2070) - 1074.0);
+            if (!exact && kind >= 8)
+                number = (chance(random, 0.5) ? -1.0 : 1.0) * std::exp2(double(random() % 2070) - 1074.0);
             reinterpret_cast<double*>(scale.data)[scale.offset(at)] = number;
         }
     }
@@ -236,8 +245,10 @@ struct Case {
         constexpr int64_t least = std::numeric_limits<int64_t>::min(), most = std::numeric_limits<int64_t>::max();
         call.first = chance(random, 0.25) ? int64_t(random() % 120) - 90 : least;
         call.last = chance(random, 0.45) ? int64_t(random() % 140) - 60 : most;
-        if (chance(random, 0.03)) call.first = pick(random, {least + 1, -(int64_t(1) << 62), int64_t(1) << 62, most - 1, most});
-        if (chance(random, 0.03)) call.last = pick(random, {least, least + 1, -(int64_t(1) << 62), int64_t(1) << 62, most - 1});
+        if (chance(random, 0.03))
+            call.first = pick(random, {least + 1, -(int64_t(1) << 62), int64_t(1) << 62, most - 1, most});
+        if (chance(random, 0.03))
+            call.last = pick(random, {least, least + 1, -(int64_t(1) << 62), int64_t(1) << 62, most - 1});
     }
 
     void make_mask(Random& random) {

@@ -20,7 +20,7 @@
 
 #define QUOTED_(path) #path
 #define QUOTED(path) QUOTED_(path)
-#define HEADER_(level) ../simd_##level.h
+#define HEADER_(level) ../ simd_##level.h
 #define HEADER(level) HEADER_(level)
 #include QUOTED(HEADER(SQRTDK_LEVEL))
 
@@ -71,10 +71,10 @@ template <class T>
 std::vector<T> special_numbers() {
     using L = std::numeric_limits<T>;
     const T whole = 1 / L::epsilon();  // from here on every number is an integer
-    std::vector<T> numbers = {T(0),        T(1),  T(0.5),           T(1.5),       T(2.5),    T(0.49999997),
-                              T(3),        T(1e10), T(1) / 3,       L::infinity(), L::min(), L::denorm_min(),
-                              L::min() / 2, L::max(), L::epsilon(), whole,        whole - 1, whole - T(0.5),
-                              2 * whole + 2, with_payload<T>(1)};
+    std::vector<T> numbers = {
+        T(0),         T(1),     T(0.5),        T(1.5),         T(2.5),          T(0.49999997),     T(3),
+        T(1e10),      T(1) / 3, L::infinity(), L::min(),       L::denorm_min(), L::min() / 2,      L::max(),
+        L::epsilon(), whole,    whole - 1,     whole - T(0.5), 2 * whole + 2,   with_payload<T>(1)};
     const size_t count = numbers.size();
     for (size_t i = 0; i < count; ++i) numbers.push_back(-numbers[i]);
     return numbers;
@@ -106,29 +106,40 @@ struct Checks {
     }
 
     void arithmetic() {
-        each("add", [](Vec x, Vec y, Vec) { return S::add(x, y); },
-             [](T x, T y, T, T r) { return same_number<T>(r, x + y); });
-        each("sub", [](Vec x, Vec y, Vec) { return S::sub(x, y); },
-             [](T x, T y, T, T r) { return same_number<T>(r, x - y); });
-        each("mul", [](Vec x, Vec y, Vec) { return S::mul(x, y); },
-             [](T x, T y, T, T r) { return same_number<T>(r, x * y); });
-        each("div", [](Vec x, Vec y, Vec) { return S::div(x, y); },
-             [](T x, T y, T, T r) { return same_number<T>(r, x / y); });
+        each(
+            "add", [](Vec x, Vec y, Vec) { return S::add(x, y); },
+            [](T x, T y, T, T r) { return same_number<T>(r, x + y); });
+        each(
+            "sub", [](Vec x, Vec y, Vec) { return S::sub(x, y); },
+            [](T x, T y, T, T r) { return same_number<T>(r, x - y); });
+        each(
+            "mul", [](Vec x, Vec y, Vec) { return S::mul(x, y); },
+            [](T x, T y, T, T r) { return same_number<T>(r, x * y); });
+        each(
+            "div", [](Vec x, Vec y, Vec) { return S::div(x, y); },
+            [](T x, T y, T, T r) { return same_number<T>(r, x / y); });
         // To the bit, payload included: which operand comes through a NaN is part of the contract.
-        each("max", [](Vec x, Vec y, Vec) { return S::max(x, y); },
-             [](T x, T y, T, T r) { return bits_of(r) == bits_of(x > y ? x : y); });
-        each("min", [](Vec x, Vec y, Vec) { return S::min(x, y); },
-             [](T x, T y, T, T r) { return bits_of(r) == bits_of(x < y ? x : y); });
-        each("fma", [](Vec x, Vec y, Vec z) { return S::fma(x, y, z); },
-             [](T x, T y, T z, T r) { return same_number(r, fused ? std::fma(x, y, z) : x * y + z); });
-        each("fnma", [](Vec x, Vec y, Vec z) { return S::fnma(x, y, z); },
-             [](T x, T y, T z, T r) { return same_number(r, fused ? std::fma(-x, y, z) : z - x * y); });
-        each("round", [](Vec x, Vec, Vec) { return S::round(x); },
-             [](T x, T, T, T r) { return same_number(r, std::nearbyint(x)); });
-        each("abs", [](Vec x, Vec, Vec) { return S::abs(x); },
-             [](T x, T, T, T r) { return bits_of(r) == bits_of(std::fabs(x)); });
-        each("with_sign", [](Vec x, Vec y, Vec) { return S::with_sign(S::abs(x), y); },
-             [](T x, T y, T, T r) { return bits_of(r) == bits_of(std::copysign(x, y)); });
+        each(
+            "max", [](Vec x, Vec y, Vec) { return S::max(x, y); },
+            [](T x, T y, T, T r) { return bits_of(r) == bits_of(x > y ? x : y); });
+        each(
+            "min", [](Vec x, Vec y, Vec) { return S::min(x, y); },
+            [](T x, T y, T, T r) { return bits_of(r) == bits_of(x < y ? x : y); });
+        each(
+            "fma", [](Vec x, Vec y, Vec z) { return S::fma(x, y, z); },
+            [](T x, T y, T z, T r) { return same_number(r, fused ? std::fma(x, y, z) : x * y + z); });
+        each(
+            "fnma", [](Vec x, Vec y, Vec z) { return S::fnma(x, y, z); },
+            [](T x, T y, T z, T r) { return same_number(r, fused ? std::fma(-x, y, z) : z - x * y); });
+        each(
+            "round", [](Vec x, Vec, Vec) { return S::round(x); },
+            [](T x, T, T, T r) { return same_number(r, std::nearbyint(x)); });
+        each(
+            "abs", [](Vec x, Vec, Vec) { return S::abs(x); },
+            [](T x, T, T, T r) { return bits_of(r) == bits_of(std::fabs(x)); });
+        each(
+            "with_sign", [](Vec x, Vec y, Vec) { return S::with_sign(S::abs(x), y); },
+            [](T x, T y, T, T r) { return bits_of(r) == bits_of(std::copysign(x, y)); });
         each("all", [](Vec, Vec, Vec) { return S::all(T(-3.25)); }, [](T, T, T, T r) { return r == T(-3.25); });
         each("zero", [](Vec, Vec, Vec) { return S::zero(); }, [](T, T, T, T r) { return bits_of(r) == 0; });
     }
@@ -160,8 +171,9 @@ struct Checks {
                 a[i] = T(n == least ? 1 : 0.7) + T(random() % 1000) / 1500;
                 b[i] = T(n);
             }
-            each("scale2", [](Vec x, Vec y, Vec) { return S::scale2(x, y); },
-                 [](T x, T y, T, T r) { return bits_of(r) == bits_of(std::ldexp(x, int(y))); });
+            each(
+                "scale2", [](Vec x, Vec y, Vec) { return S::scale2(x, y); },
+                [](T x, T y, T, T r) { return bits_of(r) == bits_of(std::ldexp(x, int(y))); });
         }
         // exp(NaN) brings NaN for both; any payload, since it is the user's.
         for (T n : {with_payload<T>(0), with_payload<T>(0x7ff), -with_payload<T>(0x2a5)}) {
@@ -257,7 +269,8 @@ void check_bytes() {
     for (int repeat = 0; repeat < 5000; ++repeat) {
         uint8_t bytes[65];
         uint64_t expected = 0;
-        for (int i = 0; i < 65; ++i) bytes[i] = random() % 2 == 0 ? 0 : uint8_t(repeat < 64 ? 1 << (repeat % 8) : random());
+        for (int i = 0; i < 65; ++i)
+            bytes[i] = random() % 2 == 0 ? 0 : uint8_t(repeat < 64 ? 1 << (repeat % 8) : random());
         for (int i = 0; i < 64; ++i) expected |= uint64_t(bytes[i + 1] != 0) << i;  // not aligned
         if (sqrtdk::SQRTDK_LEVEL::find_nonzero(bytes + 1) == expected) continue;
         ++failures;
@@ -287,7 +300,9 @@ int main() {
     Checks<float>().run();
     Checks<double>().run();
     check_bytes();
-    if (failures == 0) std::printf("simd %s: everything holds\n", level);
-    else std::fprintf(stderr, "simd %s: %d failures\n", level, failures);
+    if (failures == 0)
+        std::printf("simd %s: everything holds\n", level);
+    else
+        std::fprintf(stderr, "simd %s: %d failures\n", level, failures);
     return failures == 0 ? 0 : 1;
 }

@@ -137,7 +137,7 @@ def attention(
     dtype = call.query.dtype
     result = Attention(
         done.output if done.output.dtype is dtype else _narrow(done.output, dtype),
-        AttentionStatistics.from_blocks(done.counts, done.numbers, first_position=call.band.offset)
+        AttentionStatistics.from_blocks(done.counts, done.measures, first_position=call.band.offset)
         if statistics
         else None,
         _narrow(done.weights, dtype) if weights else None,

@@ -199,14 +199,14 @@ class Forward(NamedTuple):
 
     Args:
         output: `[..., H, L, V]`.
-        numbers, counts: float64 `[11, ..., H, L]` and int64 `[2, ..., H, L]` in the order of `AttentionStatistics`.
+        measures, counts: float64 `[11, ..., H, L]` and int64 `[2, ..., H, L]` in the order of `AttentionStatistics`.
         weights: `[..., H, L, S]`.
         saved: each row's largest logit and its sum of exponentials relative to it, float64 `[2, ..., H, L]`.
         exact: the output before it was rounded, where gradients are to start from more digits than it has.
     """
 
     output: Any
-    numbers: Any = None
+    measures: Any = None
     counts: Any = None
     weights: Any = None
     saved: Any = None

@@ -108,7 +108,7 @@ class AttentionStatistics(Shown):
 
     @classmethod
     def from_blocks(
-        cls, counts: Array, numbers: Array, *, sample: Sample | None = None, first_position: int | None = None
+        cls, counts: Array, measures: Array, *, sample: Sample | None = None, first_position: int | None = None
     ) -> AttentionStatistics:
         """The fields in the order above as views of two blocks, int64 `[2, ...]` and float64 `[11, ...]`.
 
@@ -116,7 +116,7 @@ class AttentionStatistics(Shown):
         """
         rows = cls.__new__(cls)
         state = rows.__dict__
-        state["_blocks"] = (counts, numbers)
+        state["_blocks"] = (counts, measures)
         if sample is not None:
             state["sample"] = sample
         if first_position is not None:

@@ -130,10 +130,10 @@ class Moments(Shown):
         upper = np.append(BIN_EDGES, np.inf)
         lower = np.insert(BIN_EDGES, 0, -np.inf)
         cumulative = self.histogram.cumsum(axis=1)
-        found = (cumulative >= np.maximum(np.ceil(probability * self.count), 1)[:, None]).argmax(axis=1)
+        bins = (cumulative >= np.maximum(np.ceil(probability * self.count), 1)[:, None]).argmax(axis=1)
         some = self.count > 0
-        low = np.where(some, np.maximum(lower[found], self.least), np.nan)
-        high = np.where(some, np.minimum(upper[found], self.largest), np.nan)
+        low = np.where(some, np.maximum(lower[bins], self.least), np.nan)
+        high = np.where(some, np.minimum(upper[bins], self.largest), np.nan)
         return np.asarray(low + 0.5 * (high - low))
 
 

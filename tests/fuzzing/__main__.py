@@ -26,10 +26,10 @@ def main() -> int:
     started = time.monotonic()
     names: Counter[str] = Counter()
     wrong = 0
-    for found in hunt(seed, first, count):
-        names.update(found.mismatches.keys())
+    for result in hunt(seed, first, count):
+        names.update(result.mismatches.keys())
         wrong += 1
-        print(found, flush=True)
+        print(result, flush=True)
     print(f"{wrong} wrong of {count} cases, {time.monotonic() - started:.0f} s")
     for name, number in names.most_common():
         print(f"{number:6} {name}")

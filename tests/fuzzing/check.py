@@ -85,19 +85,19 @@ def _shape_scale_gradient(case: Case, expected: dict[str, Bounded]) -> None:
         expected["gradient.scale"] = Bounded(value, tolerance + unit * size)
 
 
-def compare(name: str, found: np.ndarray, expected: Bounded) -> list[Mismatch]:
+def compare(name: str, result: np.ndarray, expected: Bounded) -> list[Mismatch]:
     """Whether an array lies within its bounds; the place that is farthest outside is told."""
-    if found.size != expected.value.size:
-        return [Mismatch(f"{name} shape", f"{found.shape} for {expected.value.shape}")]
-    if not found.size:
+    if result.size != expected.value.size:
+        return [Mismatch(f"{name} shape", f"{result.shape} for {expected.value.shape}")]
+    if not result.size:
         return []
     most, smallest, unit = Real(np.inf), Real(0), Real(0)
-    if found.dtype.kind != "i":
-        limits = ml_dtypes.finfo(found.dtype)
+    if result.dtype.kind != "i":
+        limits = ml_dtypes.finfo(result.dtype)
         most, smallest, unit = (Real(float(x)) for x in (limits.max, limits.smallest_subnormal, limits.eps / 2))
-    value, tolerance = (np.asarray(x, dtype=Real).reshape(found.shape) for x in (expected.value, expected.tolerance))
+    value, tolerance = (np.asarray(x, dtype=Real).reshape(result.shape) for x in (expected.value, expected.tolerance))
     tolerance = tolerance + np.where(np.isfinite(value), unit * np.abs(value), 0) + smallest
-    given = found.astype(Real)
+    given = result.astype(Real)
     with np.errstate(all="ignore"):
         apart = np.abs(given - value)
         right = (tolerance == np.inf) | (given == value) | (apart <= tolerance)
@@ -115,16 +115,16 @@ def compare(name: str, found: np.ndarray, expected: Bounded) -> list[Mismatch]:
     return [Mismatch(name + strange, f"{shown} at {place}, {(~right).sum()} of {right.size} wrong")]
 
 
-def _check_max_key(found: np.ndarray, problem: Problem, soft: Softmax) -> list[Mismatch]:
+def _check_max_key(result: np.ndarray, problem: Problem, soft: Softmax) -> list[Mismatch]:
     """The index of a largest logit, the first of those whose keys are the same vector; −1 where nothing is seen."""
-    found = found.reshape(soft.blind.shape)
+    result = result.reshape(soft.blind.shape)
     known = ~(soft.poisoned | soft.undefined)
-    wrong = known & soft.blind & (found != -1)
+    wrong = known & soft.blind & (result != -1)
     sees = known & ~soft.blind
     if sees.any():
         keys = problem.visible.shape[-1]
-        inside = (found >= 0) & (found < keys)
-        at = np.clip(found, 0, keys - 1)[..., None]
+        inside = (result >= 0) & (result < keys)
+        at = np.clip(result, 0, keys - 1)[..., None]
         top = soft.logits.max(axis=-1)
         own, own_error = (np.take_along_axis(x, at, -1)[..., 0] for x in (soft.logits, soft.logits_error))
         slack = own_error + np.take_along_axis(soft.logits_error, soft.logits.argmax(axis=-1)[..., None], -1)[..., 0]
@@ -136,11 +136,11 @@ def _check_max_key(found: np.ndarray, problem: Problem, soft: Softmax) -> list[M
         if problem.rounding.by_kernel and not wrong.any() and (earlier.any(axis=-1) & sees).any():
             place = tuple(int(i[0]) for i in np.nonzero(earlier.any(axis=-1) & sees))
             first = int(earlier[place].argmax())
-            return [Mismatch("statistics.max_key of ties", f"{found[place]} for {first} at {place}")]
+            return [Mismatch("statistics.max_key of ties", f"{result[place]} for {first} at {place}")]
     if not wrong.any():
         return []
     place = tuple(int(i[0]) for i in np.nonzero(wrong))
-    return [Mismatch("statistics.max_key", f"{found[place]} for {soft.logits[place].argmax()} at {place}")]
+    return [Mismatch("statistics.max_key", f"{result[place]} for {soft.logits[place].argmax()} at {place}")]
 
 
 def _check_output_of_weights(case, problem, results, expected) -> list[Mismatch]:

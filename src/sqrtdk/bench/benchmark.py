@@ -78,7 +78,7 @@ def run_benchmark(
         setting = _Setting(rounds, used, backends.current(), quick, np.random.default_rng(seed))
         present, missing = _find_present(chosen, used, default_threads)
         kept, missing = _leave_out(chosen, present, missing)
-        found, probes, peaks = _run_suites(kept, present, setting, on_step or (lambda *_: None))
+        measurements, probes, peaks = _run_suites(kept, present, setting, on_step or (lambda *_: None))
     spec = {
         "suites": [suite.name for suite in chosen],
         "rounds": rounds,
@@ -91,7 +91,7 @@ def run_benchmark(
         "peers": peer_versions(),
         "command": _name_command([suite.name for suite in chosen], setting, seed),
     }
-    return _make_record(spec, found, probes, peaks, missing)
+    return _make_record(spec, measurements, probes, peaks, missing)
 
 
 def write_raw(record: Record, path: str | Path) -> Path:
@@ -166,7 +166,7 @@ def _run_suites(
     prober = Prober(setting.level, setting.threads)
     for _ in range(_FIRST_PROBES):
         prober.probe()
-    found = []
+    measurements = []
     for index, (suite, case) in enumerate(cases):
         contenders = [present[name] for name in suite.contenders_for(case) if name in present]
         label = f"{suite.name}: {case.name}"
@@ -176,17 +176,17 @@ def _run_suites(
 
         tell(label, index / steps)
         common: dict[str, Any] = {"rounds": setting.rounds, "threads": setting.threads, "rng": setting.rng}
-        found.append(measure(case, contenders, prober, on_round=follow, **common))
+        measurements.append(measure(case, contenders, prober, on_round=follow, **common))
     peaks = []
     for index, (contender, n) in enumerate(tasks):
         tell(f"memory: {contender.name}, N {n}", (len(cases) + index) / steps)
         peaks.append(measure_peak(contender, n, setting.threads))
-    return found, prober.results, peaks
+    return measurements, prober.results, peaks
 
 
 def _make_record(
     spec: dict[str, Any],
-    found: Sequence[Measurement],
+    measurements: Sequence[Measurement],
     probes: Sequence[Probe],
     peaks: Sequence[Peak],
     missing: dict[str, str],
@@ -194,12 +194,12 @@ def _make_record(
     best = best_of(probes)
     rng = np.random.default_rng(spec["seed"])
     tables = {
-        "ratios": tabulation.tabulate_ratios(found, best, rng),
-        "timings": tabulation.tabulate_timings(found, best),
-        "costs": tabulation.tabulate_costs(found, best, rng),
-        "growth": tabulation.tabulate_growth(found, peaks, best, rng),
+        "ratios": tabulation.tabulate_ratios(measurements, best, rng),
+        "timings": tabulation.tabulate_timings(measurements, best),
+        "costs": tabulation.tabulate_costs(measurements, best, rng),
+        "growth": tabulation.tabulate_growth(measurements, peaks, best, rng),
         "memory": tabulation.tabulate_memory(peaks),
-        "left_out": tabulation.tabulate_left_out(missing, found),
+        "left_out": tabulation.tabulate_left_out(missing, measurements),
     }
     curves = {
         "cases": [
@@ -212,9 +212,9 @@ def _make_record(
                 "probes": [probe._asdict() for probe in one.probes],
                 "counted": one.good_rounds(best).tolist(),
             }
-            for one in found
+            for one in measurements
         ],
-        "growth": tabulation.trace_growth(found, best),
+        "growth": tabulation.trace_growth(measurements, best),
         "probes": [probe._asdict() for probe in probes],
         "best_probe": best._asdict(),
     }

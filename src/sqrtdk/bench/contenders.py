@@ -42,13 +42,13 @@ def find_contender(name: str) -> Contender:
 
 def peer_versions() -> dict[str, str]:
     """Versions of the libraries that contenders need, of those installed."""
-    found = {}
+    versions = {}
     for package in sorted({package for contender in CONTENDERS for package in contender.needs}):
         try:
-            found[package] = metadata.version(package)
+            versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _prepare_sqrtdk(*, statistics: bool, mask: bool = True) -> Callable[[Case, Inputs, int], Run]:

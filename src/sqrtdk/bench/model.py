@@ -39,8 +39,8 @@ class LogitTruth(NamedTuple):
 
     def compare(self, answer: Answer) -> Errors:
         """The largest error relative to the largest logit."""
-        found = answer.output[-1, : len(self.logits)]
-        return Errors(float(np.abs(found - self.logits).max() / np.abs(self.logits).max()))
+        logits = answer.output[-1, : len(self.logits)]
+        return Errors(float(np.abs(logits - self.logits).max() / np.abs(self.logits).max()))
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,10 @@ Rows = list[dict[str, Any]]
 _RESAMPLES = 1000
 
 
-def tabulate_ratios(found: Sequence[Measurement], best: Probe, rng: np.random.Generator) -> Rows:
+def tabulate_ratios(measurements: Sequence[Measurement], best: Probe, rng: np.random.Generator) -> Rows:
     """Time of every peer over time of sqrtdk, with both errors against float64 beside it; losses as they are."""
     rows = []
-    for one in found:
+    for one in measurements:
         good = one.good_rounds(best)
         for subject in (name for name in SUBJECTS if name in one.seconds):
             for peer in (name for name in one.seconds if name not in (*SUBJECTS, WITHOUT_MASK)):
@@ -66,10 +66,10 @@ def judge(ratio: Ratio) -> str:
     return "faster" if ratio.low > 1.0 else "slower" if ratio.high < 1.0 else "undecided"
 
 
-def tabulate_timings(found: Sequence[Measurement], best: Probe) -> Rows:
+def tabulate_timings(measurements: Sequence[Measurement], best: Probe) -> Rows:
     """Median time of every contender, its errors, and its share of what the probes in the same rounds reached."""
     rows = []
-    for one in found:
+    for one in measurements:
         good = one.good_rounds(best)
         work, read = one.case.multiply_adds(), one.case.bytes_read()
         computes = read is None
@@ -94,7 +94,7 @@ def tabulate_timings(found: Sequence[Measurement], best: Probe) -> Rows:
     return rows
 
 
-def tabulate_costs(found: Sequence[Measurement], best: Probe, rng: np.random.Generator) -> Rows:
+def tabulate_costs(measurements: Sequence[Measurement], best: Probe, rng: np.random.Generator) -> Rows:
     """What statistics and a mask add to the time, in percent."""
     rows = []
     pairs = {
@@ -102,7 +102,7 @@ def tabulate_costs(found: Sequence[Measurement], best: Probe, rng: np.random.Gen
         "all statistics, tensors": (TENSORS, TENSORS_WITH_STATISTICS),
         "a boolean mask": (WITHOUT_MASK, PLAIN),
     }
-    for one in found:
+    for one in measurements:
         for what, (without, with_it) in pairs.items():
             if without in one.seconds and with_it in one.seconds:
                 ratio = one.ratio(without, with_it, best, rng)
@@ -112,9 +112,11 @@ def tabulate_costs(found: Sequence[Measurement], best: Probe, rng: np.random.Gen
     return rows
 
 
-def tabulate_growth(found: Sequence[Measurement], peaks: Sequence[Peak], best: Probe, rng: np.random.Generator) -> Rows:
+def tabulate_growth(
+    measurements: Sequence[Measurement], peaks: Sequence[Peak], best: Probe, rng: np.random.Generator
+) -> Rows:
     """The power of N, or of the window, that time and memory grow with: the slope of a line through the logarithms."""
-    growing = [(case, one) for case, one in _of_growth(found) if is_enough(one.good_rounds(best))]
+    growing = [(case, one) for case, one in _of_growth(measurements) if is_enough(one.good_rounds(best))]
     longest = max((case.queries for case, _ in growing), default=0)
     # The window that every N is timed with.
     common = {case.window for case, _ in growing if case.window is not None and case.queries != longest}
@@ -134,10 +136,10 @@ def tabulate_growth(found: Sequence[Measurement], peaks: Sequence[Peak], best: P
     return rows
 
 
-def trace_growth(found: Sequence[Measurement], best: Probe) -> list[dict[str, Any]]:
+def trace_growth(measurements: Sequence[Measurement], best: Probe) -> list[dict[str, Any]]:
     """Times over N for the figure, one curve per contender and per kind of visibility."""
     curves: dict[tuple[str, int | None], dict[str, Any]] = {}
-    for case, one in _of_growth(found):
+    for case, one in _of_growth(measurements):
         for name in one.seconds:
             seconds = one.median_seconds(name, best)
             curve = curves.setdefault(
@@ -148,8 +150,8 @@ def trace_growth(found: Sequence[Measurement], best: Probe) -> list[dict[str, An
     return [curve for curve in curves.values() if len(curve["n"]) > 1]
 
 
-def _of_growth(found: Sequence[Measurement]) -> list[tuple[Case, Measurement]]:
-    return [(one.case, one) for one in found if isinstance(one.case, Case) and one.case.suite == "growth"]
+def _of_growth(measurements: Sequence[Measurement]) -> list[tuple[Case, Measurement]]:
+    return [(one.case, one) for one in measurements if isinstance(one.case, Case) and one.case.suite == "growth"]
 
 
 def fit_slope(x: Sequence[float], y: Sequence[float]) -> float:
@@ -162,14 +164,14 @@ def fit_slope(x: Sequence[float], y: Sequence[float]) -> float:
 
 
 def _time_slopes(
-    what: str, over: str, found: Sequence[tuple[int, Measurement]], best: Probe, rng: np.random.Generator
+    what: str, over: str, measurements: Sequence[tuple[int, Measurement]], best: Probe, rng: np.random.Generator
 ) -> Rows:
-    x = [size for size, _ in found]
+    x = [size for size, _ in measurements]
     if len(set(x)) < 2:
         return []
     rows = []
-    for name in found[0][1].seconds:
-        times = [np.array(one.seconds[name])[one.good_rounds(best)] for _, one in found]
+    for name in measurements[0][1].seconds:
+        times = [np.array(one.seconds[name])[one.good_rounds(best)] for _, one in measurements]
         slope = fit_slope(x, [float(np.median(values)) for values in times])
         slopes = [fit_slope(x, [_resampled_median(values, rng) for values in times]) for _ in range(_RESAMPLES)]
         low, high = np.quantile(slopes, [0.025, 0.975])
@@ -206,11 +208,11 @@ def tabulate_memory(peaks: Sequence[Peak]) -> Rows:
     ]
 
 
-def tabulate_left_out(missing: dict[str, str], found: Sequence[Measurement]) -> Rows:
+def tabulate_left_out(missing: dict[str, str], measurements: Sequence[Measurement]) -> Rows:
     """Who did not take part, in which cases, and why."""
     rows = [{"contender": name, "cases": "all", "why": why} for name, why in missing.items()]
     cases: dict[tuple[str, str], list[str]] = {}
-    for one in found:
+    for one in measurements:
         for name, why in one.left_out.items():
             cases.setdefault((name, why), []).append(f"{one.case.suite}: {one.case.name}")
     rows += [{"contender": name, "cases": "; ".join(where), "why": why} for (name, why), where in cases.items()]

@@ -39,8 +39,8 @@ class GradientTruth(NamedTuple):
         assert answer.gradients is not None
         taken = (self.heads, self.groups, self.groups)
         off = [
-            np.abs(found[self.sequence][heads] - exact).max() / np.abs(exact).max()
-            for found, exact, heads in zip(answer.gradients, self.gradients, taken, strict=True)
+            np.abs(gradient[self.sequence][heads] - exact).max() / np.abs(exact).max()
+            for gradient, exact, heads in zip(answer.gradients, self.gradients, taken, strict=True)
         ]
         return Errors(float(np.max(off)))  # unlike max it keeps NaN
 

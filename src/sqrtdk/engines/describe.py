@@ -65,12 +65,12 @@ BLIND_NUMBERS = (-float("inf"), -float("inf"), 0.0, 0.0, 0.0, 0.0, _NAN, _NAN, -
 """What `describe` gives for a row that sees nothing: counts, then numbers; beside a sink the last one is 1."""
 
 
-def describe_blind(counts: Any, numbers: Any, has_sinks: bool) -> None:
+def describe_blind(counts: Any, measures: Any, has_sinks: bool) -> None:
     """Write the statistics of rows that see nothing into int64 `[2, ...]` and float64 `[11, ...]`."""
-    for field, value in zip((*counts, *numbers), (*BLIND_COUNTS, *BLIND_NUMBERS), strict=True):
+    for field, value in zip((*counts, *measures), (*BLIND_COUNTS, *BLIND_NUMBERS), strict=True):
         field[...] = value
     if has_sinks:
-        numbers[-1][...] = 1.0
+        measures[-1][...] = 1.0
 
 
 def _key_numbers(xp: Any, logits: Any) -> Any:

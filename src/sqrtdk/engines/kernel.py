@@ -50,12 +50,12 @@ class Kernel:
         query, value = call.query, call.value
         dtype, rows = query.dtype, query.shape[:-1]
         counts = np.empty((2, *rows), np.int64) if wanted.statistics else None
-        numbers = np.empty((11, *rows)) if wanted.statistics else None
+        measures = np.empty((11, *rows)) if wanted.statistics else None
         if not (query.size and call.key.size):
             if counts is not None:
-                describe_blind(counts, numbers, call.sinks is not None)
+                describe_blind(counts, measures, call.sinks is not None)
             weights = np.zeros((*rows, call.key.shape[-2]), dtype) if wanted.weights else None
-            return Forward(np.zeros((*rows, value.shape[-1]), dtype), numbers, counts, weights)
+            return Forward(np.zeros((*rows, value.shape[-1]), dtype), measures, counts, weights)
         if not value.shape[-1]:  # values without features: the rows have statistics all the same
             padded = np.zeros((*value.shape[:-1], 1), dtype)
             whole = self.forward(call._replace(value=padded), wanted, plan)
@@ -65,11 +65,11 @@ class Kernel:
         weights = np.empty((*rows, call.key.shape[-2]), problem.query.dtype) if wanted.weights else None
         saved = np.empty((2, *rows)) if wanted.saved else None
         assert plan.forward is not None
-        if not plan.forward(plan.level, plan.threads, *problem, output, numbers, counts, 0, weights, saved):
+        if not plan.forward(plan.level, plan.threads, *problem, output, measures, counts, 0, weights, saved):
             return self.forward(_copy_misaligned(call), wanted, plan)
         if output.dtype is not dtype:
             output, weights = _as_given(output, dtype), None if weights is None else _as_given(weights, dtype)
-        return Forward(output, numbers, counts, weights, saved)
+        return Forward(output, measures, counts, weights, saved)
 
     def backward(self, call: Call, slopes: Slopes, done: Forward, plan: Plan) -> Backward:
         """The gradients, from the forward pass's maxima and sums; without them it is run first."""

@@ -335,20 +335,20 @@ class Reference:
         output = np.zeros((*tiles.shape, call.d_v), dtype)
         weights = np.zeros((*tiles.shape, call.keys), dtype) if wanted.weights else None
         counts = np.zeros((2, *tiles.shape), np.int64) if wanted.statistics else None
-        numbers = np.zeros((11, *tiles.shape)) if wanted.statistics else None
+        measures = np.zeros((11, *tiles.shape)) if wanted.statistics else None
         for tile in tiles:
             attended = attend(tiles.rows(tile), statistics=wanted.statistics)
             with np.errstate(all="ignore"):
                 output[tile] = attended.output
                 if weights is not None:
                     weights[tile] = attended.weights
-            if counts is not None and numbers is not None and attended.statistics is not None:
+            if counts is not None and measures is not None and attended.statistics is not None:
                 described = [getattr(attended.statistics, name) for name in ROW_FIELDS]
-                for field, values in zip((*counts, *numbers), described, strict=True):
+                for field, values in zip((*counts, *measures), described, strict=True):
                     field[tile] = values
         return Forward(
             output.reshape(*call.rows, call.d_v),
-            None if numbers is None else numbers.reshape(11, *call.rows),
+            None if measures is None else measures.reshape(11, *call.rows),
             None if counts is None else counts.reshape(2, *call.rows),
             None if weights is None else weights.reshape(*call.rows, call.keys),
         )

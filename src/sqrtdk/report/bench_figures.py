@@ -7,7 +7,7 @@ from typing import Any
 
 from sqrtdk.errors import InvalidValueError
 from sqrtdk.records import Record, Row, counted
-from sqrtdk.report.figure import Axis, Dash, Figure, Line, Panel, Points, ReferenceLine, Series, Symbol, numbers
+from sqrtdk.report.figure import Axis, Dash, Figure, Line, Panel, Points, ReferenceLine, Series, Symbol, floats
 from sqrtdk.report.palette import NEUTRAL
 
 _TITLES = {
@@ -85,13 +85,13 @@ def _show_ratios(title: str, rows: Sequence[Row]) -> Panel:
         heights = [cases.index(row["case"]) + shift for row in mine]
         colour, symbol = _COLOURS.get(peer, NEUTRAL), _symbol_of(subject)
         series += [
-            Line(numbers((row["low"], row["high"])), numbers((height, height)), colour, width=1.6)
+            Line(floats((row["low"], row["high"])), floats((height, height)), colour, width=1.6)
             for row, height in zip(mine, heights, strict=True)
         ]
         series.append(
             Points(
-                numbers(row["ratio"] for row in mine),
-                numbers(heights),
+                floats(row["ratio"] for row in mine),
+                floats(heights),
                 colour,
                 peer,
                 symbol=symbol,
@@ -128,7 +128,7 @@ def _show_growth(curves: Sequence[Mapping[str, Any]]) -> Panel:
         dash: Dash = "dot" if windowed else "dash" if curve["contender"] == "sqrtdk with statistics" else "solid"
         group = f"{curve['contender']}, window {curve['window']}" if windowed else curve["contender"]
         colour = _COLOURS.get(curve["contender"], NEUTRAL)
-        series.append(Line(numbers(curve["n"]), numbers(curve["milliseconds"]), colour, group, dash=dash))
+        series.append(Line(floats(curve["n"]), floats(curve["milliseconds"]), colour, group, dash=dash))
     return Panel(
         "Time of one head over N",
         Axis("N", log=True, ticks=_length_ticks(n for curve in curves for n in curve["n"])),
@@ -142,10 +142,10 @@ def _show_memory(rows: Sequence[Row]) -> Panel:
     for name in dict.fromkeys(row["contender"] for row in rows):
         mine = [row for row in rows if row["contender"] == name]
         # Nothing measurable is no point on a logarithmic axis: it stands at a page of memory.
-        heights = numbers(None if row["mebibytes"] is None else max(row["mebibytes"], 4096 / 2**20) for row in mine)
+        heights = floats(None if row["mebibytes"] is None else max(row["mebibytes"], 4096 / 2**20) for row in mine)
         colour, symbol = _COLOURS.get(name, NEUTRAL), _symbol_of(name)
-        series.append(Line(numbers(row["n"] for row in mine), heights, colour, width=1.4))
-        series.append(Points(numbers(row["n"] for row in mine), heights, colour, name, symbol=symbol))
+        series.append(Line(floats(row["n"] for row in mine), heights, colour, width=1.4))
+        series.append(Points(floats(row["n"] for row in mine), heights, colour, name, symbol=symbol))
     return Panel(
         "Peak memory beyond inputs and results",
         Axis("N", log=True, ticks=_length_ticks(row["n"] for row in rows)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sqrtdk.records import Record, counted
-from sqrtdk.report.figure import Axis, Figure, Panel, Points, numbers
+from sqrtdk.report.figure import Axis, Figure, Panel, Points, floats
 from sqrtdk.report.palette import NEUTRAL, VERDICT_COLOURS, VERDICT_SYMBOLS
 
 _VERDICT_WORDS = {"holds": "as the texts say", "wrong": "wrong", "depends": "depending on what they leave out"}
@@ -26,8 +26,8 @@ def show_claims(record: Record) -> Figure:
     ]
     series = tuple(
         Points(
-            numbers(x for x, _, _ in places[verdict]),
-            numbers(y for _, y, _ in places[verdict]),
+            floats(x for x, _, _ in places[verdict]),
+            floats(y for _, y, _ in places[verdict]),
             VERDICT_COLOURS.get(verdict, NEUTRAL),
             f"{verdict} ({len(places[verdict])})",
             symbol=VERDICT_SYMBOLS.get(verdict, "square"),

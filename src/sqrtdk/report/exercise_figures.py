@@ -18,8 +18,8 @@ from sqrtdk.report.figure import (
     Points,
     ReferenceLine,
     Series,
+    floats,
     name_ticks,
-    numbers,
     spread_out,
 )
 from sqrtdk.report.palette import ACCENT, NEUTRAL, policy_colour, policy_label
@@ -42,14 +42,14 @@ def show_variance(record: Record) -> Figure:
     for policy in _POLICIES:
         mine = [row for row in rows if row["scale"] == policy]
         colour, label = policy_colour(policy), policy_label(policy)
-        series.append(Line(numbers(grid), numbers(d ** exponents[policy] for d in grid), colour, label, width=1.5))
+        series.append(Line(floats(grid), floats(d ** exponents[policy] for d in grid), colour, label, width=1.5))
         series.append(
             Points(
-                numbers(row["d_k"] for row in mine),
-                numbers(row["measured"] for row in mine),
+                floats(row["d_k"] for row in mine),
+                floats(row["measured"] for row in mine),
                 colour,
-                low=numbers(row["low"] for row in mine),
-                high=numbers(row["high"] for row in mine),
+                low=floats(row["low"] for row in mine),
+                high=floats(row["high"] for row in mine),
                 text=tuple(f"dₖ {row['d_k']}: {row['measured']:.4g}, predicted {row['predicted']:.4g}" for row in mine),
             )
         )
@@ -91,8 +91,8 @@ def _show_densities(record: Record, sizes: Sequence[int], policy: str, title: st
     mine = [curve for curve in record.curves["densities"] if curve["scale"] == policy and curve["d_k"] in sizes]
     series = tuple(
         Line(
-            numbers(curve["x"]),
-            numbers(curve["density"]),
+            floats(curve["x"]),
+            floats(curve["density"]),
             _OTHER_COLOURS[index % len(_OTHER_COLOURS)],
             f"dₖ = {curve['d_k']}",
             dash=_DASHES[index % len(_DASHES)],
@@ -105,7 +105,7 @@ def _show_densities(record: Record, sizes: Sequence[int], policy: str, title: st
 def show_saturation(record: Record) -> Figure:
     """The weights and the Jacobian of softmax([x, 0, …]) over x, and the points of saturation."""
     curves = record.curves
-    x = numbers(curves["x"])
+    x = floats(curves["x"])
     main = next(row for row in record.tables["points"] if row["main"])
     end = float(record.spec["largest"])
     within = main["x"] <= end
@@ -118,8 +118,8 @@ def show_saturation(record: Record) -> Figure:
         axis,
         Axis("weight", low=0.0, high=1.14),
         (
-            Line(x, numbers(curves["first_weight"]), violet, "weight of x"),
-            Line(x, numbers(curves["other_weight"]), violet, f"weight of each of the {others} zeros", dash="dash"),
+            Line(x, floats(curves["first_weight"]), violet, "weight of x"),
+            Line(x, floats(curves["other_weight"]), violet, f"weight of each of the {others} zeros", dash="dash"),
         ),
         marks,
     )
@@ -128,9 +128,9 @@ def show_saturation(record: Record) -> Figure:
         axis,
         Axis("size", low=0.0, high=1.14),
         (
-            Line(x, numbers(curves["jacobian_trace"]), amber, "Jacobian trace 1 − Σp²"),
-            Line(x, numbers(curves["slope"]), teal, "slope p(1 − p) of x's weight"),
-            Line(x, numbers(curves["entropy_ratio"]), grey, "entropy ratio H/ln n", dash="dash"),
+            Line(x, floats(curves["jacobian_trace"]), amber, "Jacobian trace 1 − Σp²"),
+            Line(x, floats(curves["slope"]), teal, "slope p(1 − p) of x's weight"),
+            Line(x, floats(curves["entropy_ratio"]), grey, "entropy ratio H/ln n", dash="dash"),
         ),
         marks,
     )
@@ -145,8 +145,8 @@ def show_saturation(record: Record) -> Figure:
         ),
         (
             Points(
-                numbers(row["x"] for row in solutions),
-                numbers(range(len(solutions))),
+                floats(row["x"] for row in solutions),
+                floats(range(len(solutions))),
                 NEUTRAL,
                 size=8,
                 text=tuple(f"{row['definition']}: x = {row['x']:.3f}" for row in solutions),
@@ -193,7 +193,7 @@ def show_temperature(record: Record) -> Figure:
             (
                 Heatmap(
                     tuple(
-                        numbers(max(math.log10(max(w, 1e-300)), float(lowest)) for w in row)
+                        floats(max(math.log10(max(w, 1e-300)), float(lowest)) for w in row)
                         for row in pattern["weights"]
                     ),
                     float(lowest),

@@ -25,10 +25,10 @@ COLOUR_SCALES: dict[ColourScale, tuple[str, ...]] = {
 }
 
 
-def numbers(values: Iterable[float | None]) -> Numbers:
+def floats(values: Iterable[float | None]) -> Numbers:
     """Turn what a record holds (lists, arrays, None for "no number") into a tuple of floats.
 
-    >>> numbers([1, 2.5])
+    >>> floats([1, 2.5])
     (1.0, 2.5)
     """
     return tuple(math.nan if value is None else float(value) for value in values)

@@ -19,8 +19,8 @@ from sqrtdk.report.figure import (
     ReferenceLine,
     Series,
     Symbol,
+    floats,
     name_ticks,
-    numbers,
 )
 from sqrtdk.report.palette import NEUTRAL, policy_colour, policy_label
 
@@ -41,7 +41,7 @@ def show_gradients(record: Record) -> Figure:
             Axis("weight i", ticks=ticks),
             (
                 Heatmap(
-                    tuple(numbers(row) for row in jacobian["matrix"]),
+                    tuple(floats(row) for row in jacobian["matrix"]),
                     -reach,
                     reach,
                     colours="diverging",
@@ -92,9 +92,9 @@ def _show_gradient_norms(rows: Sequence[Any], n: int, quantity: str, title: str)
     series: list[Series] = []
     for policy in _POLICIES:
         mine = sorted((row for row in rows if row["scale"] == policy and row["n"] == n), key=lambda row: row["d_k"])
-        x, colour = numbers(row["d_k"] for row in mine), policy_colour(policy)
+        x, colour = floats(row["d_k"] for row in mine), policy_colour(policy)
         for measure, dash in _MEASURES.items():
-            y = numbers(row[f"{quantity}_{measure}"] for row in mine)
+            y = floats(row[f"{quantity}_{measure}"] for row in mine)
             group = policy_label(policy) if measure == "mean" else None
             series.append(Line(x, y, colour, group, dash=dash, width=2.4 if measure == "mean" else 1.6))
             # A single dₖ makes no line, but a mark of its own.
@@ -134,8 +134,8 @@ def _show_ranked_weights(record: Record) -> Panel:
     n = record.spec["n"]
     series = tuple(
         Line(
-            numbers(curve["rank"]),
-            numbers(curve["weight"]),
+            floats(curve["rank"]),
+            floats(curve["weight"]),
             policy_colour(curve["scale"]),
             policy_label(curve["scale"]),
             width=2.4,
@@ -156,9 +156,9 @@ def _show_law(record: Record, quantity: str, title: str) -> Panel:
     rows = {(row["scale"], row["quantity"]): row for row in record.tables["explain"]}
     series: list[Series] = []
     if any(value is not None for value in law[quantity]):
-        series.append(Line(numbers(law["rho"]), numbers(law[quantity]), NEUTRAL, "law, n → ∞", dash="dash", width=1.4))
+        series.append(Line(floats(law["rho"]), floats(law[quantity]), NEUTRAL, "law, n → ∞", dash="dash", width=1.4))
     series.append(
-        Line(numbers(law["exact_rho"]), numbers(law[f"exact_{quantity}"]), NEUTRAL, "exact at this n", width=1.8)
+        Line(floats(law["exact_rho"]), floats(law[f"exact_{quantity}"]), NEUTRAL, "exact at this n", width=1.8)
     )
     for policy in _POLICIES:
         at, rho = rows[policy, quantity], rows[policy, "saturation_index"]
@@ -186,7 +186,7 @@ def _show_law(record: Record, quantity: str, title: str) -> Panel:
 def _show_condensation_map(record: Record) -> Panel:
     plane = record.curves["map"]
     here = plane["here"]
-    x = numbers(plane["n"])
+    x = floats(plane["n"])
     lowest, highest = 0.6, max(4.0 * here["d_k"], 4.0 * max(plane["nearly_one_hot"]), 1024.0)
     middle = len(x) // 2
     return Panel(
@@ -194,8 +194,8 @@ def _show_condensation_map(record: Record) -> Panel:
         Axis("keys n", log=True),
         Axis("dₖ", log=True, low=lowest, high=highest),
         (
-            Line(x, numbers(plane["begins"]), NEUTRAL, dash="dash"),
-            Line(x, numbers(plane["nearly_one_hot"]), NEUTRAL),
+            Line(x, floats(plane["begins"]), NEUTRAL, dash="dash"),
+            Line(x, floats(plane["nearly_one_hot"]), NEUTRAL),
             Points((float(here["n"]),), (float(here["d_k"]),), policy_colour("none"), symbol="diamond", size=10),
         ),
         notes=(

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sqrtdk.records import Record, counted
-from sqrtdk.report.figure import Axis, Dash, Figure, Line, Panel, Points, ReferenceLine, Series, numbers
+from sqrtdk.report.figure import Axis, Dash, Figure, Line, Panel, Points, ReferenceLine, Series, floats
 from sqrtdk.report.palette import ACCENT, NEUTRAL, policy_colour, policy_label
 
 _MOST_POINTS = 150
@@ -137,9 +137,9 @@ def _stage_loss(record: Record, stage: str) -> str:
 
 def _show_stages(rows: Sequence[Mapping[str, Any]]) -> Panel:
     stages = [name for name in rows[0] if name.endswith("_loss")]
-    places = numbers(range(len(stages)))
+    places = floats(range(len(stages)))
     series: list[Series] = [
-        Line(places, numbers(row[name] for name in stages), NEUTRAL, width=1.0, opacity=0.5) for row in rows
+        Line(places, floats(row[name] for name in stages), NEUTRAL, width=1.0, opacity=0.5) for row in rows
     ]
     medians = [_median([row[name] for row in rows]) for name in stages]
     labels = [
@@ -147,7 +147,7 @@ def _show_stages(rows: Sequence[Mapping[str, Any]]) -> Panel:
         for name, value in zip(stages, medians, strict=True)
     ]
     texts = tuple(f"{label}: {value:.3g}" for label, value in zip(labels, medians, strict=True))
-    series.append(Points(places, numbers(medians), ACCENT, size=10, symbol="diamond", text=texts))
+    series.append(Points(places, floats(medians), ACCENT, size=10, symbol="diamond", text=texts))
     return Panel(
         "Held-out loss by stage",
         Axis(ticks=tuple(zip(places, labels, strict=True)), low=-0.4, high=len(stages) - 0.6),
@@ -201,7 +201,7 @@ def _show_curves(
 
 def _thin_out(x: Sequence[float], y: Sequence[float | None]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     stride = max(1, -(-len(x) // _MOST_POINTS))
-    return numbers(x[::stride]), numbers(y[::stride])
+    return floats(x[::stride]), floats(y[::stride])
 
 
 def _median_curve(runs: Sequence[Mapping[str, Any]], quantity: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -232,8 +232,8 @@ def _show_finals(finals: Mapping[_Group, Sequence[Mapping[str, Any]]], varying: 
         spread = [index + 0.5 * ((place + 0.5) / max(len(known), 1) - 0.5) for place in range(len(known))]
         series.append(
             Points(
-                numbers(loss for _, loss in known),
-                numbers(spread),
+                floats(loss for _, loss in known),
+                floats(spread),
                 policy_colour(group.scale),
                 size=5.5,
                 text=tuple(f"seed {run.get('seed')}: {loss:.4g}" for run, loss in known),
@@ -261,12 +261,12 @@ def _show_finals_by_rate(finals: Mapping[_Group, Sequence[Mapping[str, Any]]]) -
         shift = 1.0 + 0.05 * (place - (len(families) - 1) / 2)
         colour = policy_colour(scale)
         dots = [(rate * shift, loss) for rate in rates for loss in by_rate.get(rate, ()) if _is_number(loss)]
-        series.append(Points(numbers(x for x, _ in dots), numbers(y for _, y in dots), colour, size=4))
+        series.append(Points(floats(x for x, _ in dots), floats(y for _, y in dots), colour, size=4))
         medians = [(rate * shift, _median(by_rate.get(rate, []))) for rate in rates]
         series.append(
             Line(
-                numbers(x for x, _ in medians),
-                numbers(y for _, y in medians),
+                floats(x for x, _ in medians),
+                floats(y for _, y in medians),
                 colour,
                 dash=_DASHES.get(init, "dot"),
                 width=2.4,
@@ -300,8 +300,8 @@ def _show_temperatures(
             for index, value in enumerate(run.get("temperatures", ()))
         ]
         x, y, text = zip(*dots, strict=True)
-        series.append(Points(numbers(x), numbers(y), colour, size=5.0, text=text))
-        series.append(Line(numbers(places), numbers(medians), colour, dash=_DASHES.get(group.init, "dot"), width=2.4))
+        series.append(Points(floats(x), floats(y), colour, size=5.0, text=text))
+        series.append(Line(floats(places), floats(medians), colour, dash=_DASHES.get(group.init, "dot"), width=2.4))
     ticks = tuple((float(layer), f"layer {layer}") for layer in range(1, layers + 1))
     return Panel(
         title,

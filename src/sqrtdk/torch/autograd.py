@@ -93,7 +93,7 @@ class Differentiable(torch.autograd.Function):
         ctx.save_for_backward(*inputs[:FLAT_TENSORS], kept, done.saved)
         ctx.rest = inputs[FLAT_TENSORS : FLAT_TENSORS + 5]
         ctx.has_weights = inputs[FLAT_TENSORS + 6]
-        ctx.mark_non_differentiable(*(x for x in (done.numbers, done.counts, done.saved, done.exact) if x is not None))
+        ctx.mark_non_differentiable(*(x for x in (done.measures, done.counts, done.saved, done.exact) if x is not None))
         ctx.set_materialize_grads(False)
 
     @staticmethod

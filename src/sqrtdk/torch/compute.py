@@ -91,7 +91,7 @@ def compute(
             described = None
             if statistics:
                 first = 0 if q.shape[-2] == k.shape[-2] else None
-                described = AttentionStatistics.from_blocks(plain.counts, plain.numbers, first_position=first)
+                described = AttentionStatistics.from_blocks(plain.counts, plain.measures, first_position=first)
             result = Attention(plain.output, described, None)
             result.engine = TENSOR_KERNEL.name
             return result
@@ -129,7 +129,7 @@ def compute(
     if sample is not None:
         described = _describe_sample(call, sample)
     elif statistics:
-        described = AttentionStatistics.from_blocks(done.counts, done.numbers, first_position=band.offset)
+        described = AttentionStatistics.from_blocks(done.counts, done.measures, first_position=band.offset)
     result = Attention(
         # A policy that normalises works in float32 or better; the output is as the query was given.
         _narrow(done.output, q.dtype),
@@ -203,4 +203,4 @@ def _describe_sample(call: Call, positions: Tensor) -> AttentionStatistics:
         )
         done, _ = run(sampled, Wanted(statistics=True))
     sample = Sample(cast(Any, positions), queries)
-    return AttentionStatistics.from_blocks(done.counts, done.numbers, sample=sample, first_position=call.band.offset)
+    return AttentionStatistics.from_blocks(done.counts, done.measures, sample=sample, first_position=call.band.offset)

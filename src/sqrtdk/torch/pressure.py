@@ -124,18 +124,18 @@ class TemperaturePressure(Shown):
 
     @torch.no_grad()
     def _record(self, q: Tensor, grad: Tensor) -> None:
-        found = _dot_per_head(q.detach(), grad.detach())
+        pressure = _dot_per_head(q.detach(), grad.detach())
         if self.scaler is not None:
-            found = found / self.scaler.get_scale()
+            pressure = pressure / self.scaler.get_scale()
         # Decided on the device, for asking the host would wait for it.
-        finite = found.isfinite().all()
-        found = torch.where(finite, found, 0.0)
+        finite = pressure.isfinite().all()
+        pressure = torch.where(finite, pressure, 0.0)
         with _adding:
             if self._sum is None or self._passes is None or self._overflows is None:
-                self._sum, self._passes, self._overflows = found, finite.long(), (~finite).long()
+                self._sum, self._passes, self._overflows = pressure, finite.long(), (~finite).long()
             else:
                 home = self._sum.device
-                self._sum = self._sum + found.to(home)
+                self._sum = self._sum + pressure.to(home)
                 self._passes = self._passes + finite.to(home)
                 self._overflows = self._overflows + (~finite).to(home)
 

@@ -69,7 +69,7 @@ BLOCKS = Blocks()
 def _attend(call: Call, wanted: Wanted) -> Forward:
     query, rows = call.query, call.rows
     output = query.new_zeros((*rows, call.value.shape[-1]))
-    numbers = query.new_zeros((11, *rows), dtype=wide_dtype(query.device)) if wanted.statistics else None
+    measures = query.new_zeros((11, *rows), dtype=wide_dtype(query.device)) if wanted.statistics else None
     counts = query.new_zeros((2, *rows), dtype=torch.int64) if wanted.statistics else None
     weights = query.new_zeros((*rows, call.key.shape[-2])) if wanted.weights else None
     number = 0
@@ -78,8 +78,8 @@ def _attend(call: Call, wanted: Wanted) -> Forward:
         to_output = as_rank(output[at], 4)
         to_weights = None if weights is None else as_rank(weights[at], 4)
         to_fields = []
-        if counts is not None and numbers is not None:
-            to_fields = [as_rank(field[at], 3) for field in (*counts, *numbers)]
+        if counts is not None and measures is not None:
+            to_fields = [as_rank(field[at], 3) for field in (*counts, *measures)]
         for tile in cut_tiles(entries, number):
             number = tile.number + 1
             n, g, i, j, _ = tile
@@ -95,7 +95,7 @@ def _attend(call: Call, wanted: Wanted) -> Forward:
                     for field, values in zip(to_fields, describe_block(block, soft, j.start), strict=True):
                         own = values.flatten(1, 2).to(field.dtype)
                         field[n, h, i] = own if part == 0 else torch.where(seeing, own, field[n, h, i])
-    return Forward(output, numbers, counts, weights)
+    return Forward(output, measures, counts, weights)
 
 
 def _soften(entries: Entries, tile: Tile, *, every_score: bool) -> list[tuple[Block, Softmax]]:

@@ -52,13 +52,13 @@ class TensorKernel:
         """Output, and statistics if wanted, from one pass."""
         query, value = call.query, call.value
         rows, d_v, keys = query.shape[:-1], value.shape[-1], call.key.shape[-2]
-        numbers = query.new_empty((11, *rows), dtype=torch.float64) if wanted.statistics else None
+        measures = query.new_empty((11, *rows), dtype=torch.float64) if wanted.statistics else None
         counts = query.new_empty((2, *rows), dtype=torch.int64) if wanted.statistics else None
         if not (query.numel() and call.key.numel()):
             if counts is not None:
-                describe_blind(counts, numbers, call.sinks is not None)
+                describe_blind(counts, measures, call.sinks is not None)
             weights = query.new_zeros((*rows, keys)) if wanted.weights else None
-            return Forward(query.new_zeros((*rows, d_v)), numbers, counts, weights)
+            return Forward(query.new_zeros((*rows, d_v)), measures, counts, weights)
         if not d_v:  # values without features: the rows have statistics all the same
             padded = value.new_zeros((*value.shape[:-1], 1))
             whole = self.forward(call._replace(value=padded), wanted, plan)
@@ -80,7 +80,7 @@ class TensorKernel:
             min(_count_threads(), backends.MAX_THREADS),
             *_as_problem(call),
             _view(output),
-            None if numbers is None else _view(numbers),
+            None if measures is None else _view(measures),
             None if counts is None else _view(counts),
             find_team(),
             None if weights is None else _view(weights),
@@ -88,7 +88,7 @@ class TensorKernel:
         )
         if not done:
             return self.forward(_copy_misaligned(call), wanted, plan)
-        return Forward(output, numbers, counts, weights, saved)
+        return Forward(output, measures, counts, weights, saved)
 
     def backward(self, call: Call, slopes: Slopes, done: Forward, plan: Plan) -> Backward:
         """The gradients, from the forward pass's maxima and sums; without them it is run first."""
@@ -167,7 +167,7 @@ class TensorKernel:
                 return None
             # Contiguous in any case: a query that is dense in another order would hand that order on.
             output = _empty_like(query) if query.is_contiguous() else query.new_empty(shape)
-            numbers = query.new_empty((11, *shape[:-1]), dtype=torch.float64) if statistics else None
+            measures = query.new_empty((11, *shape[:-1]), dtype=torch.float64) if statistics else None
             counts = query.new_empty((2, *shape[:-1]), dtype=torch.int64) if statistics else None
             item = query.itemsize
             done = plan.forward(
@@ -186,13 +186,13 @@ class TensorKernel:
                 0.0,
                 None,
                 (output.data_ptr(), item, shape, output.stride()),
-                None if numbers is None else _view(numbers),
+                None if measures is None else _view(measures),
                 None if counts is None else _view(counts),
                 find_team(),
             )
         except (AttributeError, KeyError, RuntimeError):  # no tensor, no floating one, none with strides
             return None
-        return Forward(output, numbers, counts) if done else None
+        return Forward(output, measures, counts) if done else None
 
 
 TENSOR_KERNEL = TensorKernel()

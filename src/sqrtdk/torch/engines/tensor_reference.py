@@ -29,9 +29,9 @@ class TensorReference:
         """Output, statistics and weights of the float64 pass, rounded once."""
         dtype = call.query.dtype
         done = REFERENCE.forward(_as_arrays(call), wanted, plan)
-        output, numbers, counts, weights = (None if x is None else torch.from_numpy(x) for x in done[:4])
+        output, measures, counts, weights = (None if x is None else torch.from_numpy(x) for x in done[:4])
         assert output is not None
-        return Forward(output.to(dtype), numbers, counts, None if weights is None else weights.to(dtype))
+        return Forward(output.to(dtype), measures, counts, None if weights is None else weights.to(dtype))
 
     def backward(self, call: Call, slopes: Slopes, done: Forward, plan: Plan) -> Backward:
         """The gradients of the float64 pass, rounded once."""

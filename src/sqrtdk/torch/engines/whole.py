@@ -40,12 +40,12 @@ class Whole:
             soft = compute_softmax(block)
             weights = soft.weights * poison
             output = multiply(weights, block.v)
-        numbers = counts = None
+        measures = counts = None
         if wanted.statistics:
-            counts, numbers = _describe(call, block, soft, poison_of_logits)
+            counts, measures = _describe(call, block, soft, poison_of_logits)
         return Forward(
             _restore(output, (*rows, call.value.shape[-1]), call),
-            numbers,
+            measures,
             counts,
             _restore(weights, (*rows, keys), call) if wanted.weights else None,
         )
@@ -106,8 +106,8 @@ def _describe(call: Call, block: Block, soft: Softmax, poison: Tensor) -> tuple[
     with without_derivatives():
         fields = describe_block(block, soft, 0)
         counts = torch.stack([x.flatten(1, 2).reshape(call.rows) for x in fields[:2]])
-        numbers = torch.stack([(x * poison[..., 0]).flatten(1, 2).reshape(call.rows) for x in fields[2:]])
-    return counts, numbers
+        measures = torch.stack([(x * poison[..., 0]).flatten(1, 2).reshape(call.rows) for x in fields[2:]])
+    return counts, measures
 
 
 def _cut_whole(call: Call) -> tuple[Block, Tensor, Tensor]:

@@ -186,8 +186,8 @@ class FusedWatch(Watch):
 
 def _find_registry() -> Any:
     """The class of transformers that hands out attention functions, if transformers is in use."""
-    found = getattr(sys.modules.get("transformers.modeling_utils"), "AttentionInterface", None)
-    return found if hasattr(found, "get_interface") else None
+    interface = getattr(sys.modules.get("transformers.modeling_utils"), "AttentionInterface", None)
+    return interface if hasattr(interface, "get_interface") else None
 
 
 @contextmanager
