@@ -23,11 +23,11 @@ endef
 export LIST_PACKAGES
 
 .DEFAULT_GOAL := help
-.PHONY: help setup kernel run compiler compiled test check lint test-long test-all sanitize wheel bench clean
+.PHONY: help setup kernel run compiler compiled test check lint test-long test-all sanitize mutants wheel bench clean
 
 # What is tested, measured or shipped has the kernel: there a build that fails must fail. Elsewhere the package installs as
 # pure Python where it cannot be compiled, and says so.
-test check test-long sanitize wheel bench compiled: export SQRTDK_REQUIRE_KERNEL := 1
+test check test-long sanitize mutants wheel bench compiled: export SQRTDK_REQUIRE_KERNEL := 1
 
 help:
 	@echo "make run       set up and write $(REPORT): claims, exercises, ablation"
@@ -37,6 +37,7 @@ help:
 	@echo "make lint      ruff, clang-format, mypy, import contracts"
 	@echo "make kernel    only compile the kernel again, if its sources changed"
 	@echo "make sanitize  the kernel's own tests under address, undefined-behaviour and thread sanitizers (minutes)"
+	@echo "make mutants   plant faults in a copy, one after another: the tests must find each (minutes)"
 	@echo "make wheel     source distribution and wheel in dist/"
 	@echo "make bench     side-by-side timings against peers, raw JSON in build/"
 	@echo "make setup     only set up $(VENV) for development"
@@ -135,6 +136,10 @@ endef
 sanitize: compiler $(VENV)/base.stamp
 	$(call sanitized,sanitize,address$(comma)undefined,20000)
 	$(call sanitized,sanitize-thread,thread,1000,setarch -R)
+
+# A fault that the tests do not find is a hole in them.
+mutants: compiler setup compiled
+	$(BIN)/python tests/mutants.py
 
 wheel: compiler setup compiled
 	@mkdir -p dist

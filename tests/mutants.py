@@ -1,0 +1,217 @@
+"""Seeded faults: does the suite find each? `python tests/mutants.py` plants one after another in a copy and runs tests.
+
+A mutant that survives is a hole in the tests. The working tree is never touched; the kernel is compiled in the copy.
+Each names the fast tests that should find it, so that all of them take minutes and not hours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from sqrtdk import _kernel
+
+ROOT = Path(__file__).resolve().parent.parent
+SHOWN = 3
+
+
+class Mutant(NamedTuple):
+    """One fault: what stands in the file, what is put there instead, and the tests to ask."""
+
+    name: str
+    file: str
+    original: str
+    fault: str
+    tests: tuple[str, ...]
+
+
+MUTANTS = [
+    Mutant(
+        "a window that reaches one key too few",
+        "src/sqrtdk/call.py",
+        "return (apart >= self.first) & (apart <= self.last)",
+        "return (apart > self.first) & (apart <= self.last)",
+        ("tests/test_reference.py", "tests/test_attention.py", "tests/test_torch_attention.py"),
+    ),
+    Mutant(
+        "visible keys of rows that see nothing counted below zero",
+        "src/sqrtdk/call.py",
+        "return (most - least + 1).clip(0, None)",
+        "return most - least + 1",
+        ("tests/test_attention.py", "tests/test_scales.py", "tests/test_engines.py", "tests/test_torch_attention.py"),
+    ),
+    Mutant(
+        "entropy without the part of the tail",
+        "src/sqrtdk/engines/describe.py",
+        "xp.where(tail > 0, tail * below, 0.0).sum(-1) / total",
+        "0.0",
+        ("tests/test_statistics.py", "tests/test_torch_statistics.py"),
+    ),
+    Mutant(
+        "one gradient for the scales of all heads",
+        "src/sqrtdk/torch/autograd.py",
+        "to_scale = gradients.scale.sum_to_size(call.scale.shape)",
+        "to_scale = gradients.scale.mean() * torch.ones_like(call.scale)",
+        ("tests/test_torch_gradients.py", "tests/test_torch_pressure.py"),
+    ),
+    Mutant(
+        "log n in place of a power of it",
+        "src/sqrtdk/scales.py",
+        "self.s * log_n**self.power / math.sqrt(context.d_k)",
+        "self.s * log_n / math.sqrt(context.d_k)",
+        ("tests/test_scales.py",),
+    ),
+    Mutant(
+        "heads of a group mixed up in pure torch",
+        "src/sqrtdk/torch/engines/blocks.py",
+        "h = slice(g.start * shared, g.stop * shared)\n            for part",
+        "h = slice(g.start, g.start + (g.stop - g.start) * shared)\n            for part",
+        ("tests/test_torch_attention.py", "tests/test_torch_engines.py"),
+    ),
+    Mutant(
+        "merged variance without the distance of the means",
+        "src/sqrtdk/summary.py",
+        "m2=self.m2 + other.m2 + apart * apart * (self.count * (other.count / some))",
+        "m2=self.m2 + other.m2",
+        ("tests/test_summary.py",),
+    ),
+    Mutant(
+        "a sweep trains what another has finished",
+        "src/sqrtdk/lab/sweep.py",
+        "            if not self.reuse(spec):\n                return spec",
+        "            if spec.key not in self.records:\n                return spec",
+        ("tests/test_lab_sweep.py",),
+    ),
+    Mutant(
+        "factors in q and k before the call are forgotten",
+        "src/sqrtdk/torch/watch/effective.py",
+        "at_the_call * factor",
+        "at_the_call",
+        ("tests/test_torch_watch_scales.py",),
+    ),
+    Mutant(
+        "sharp heads raise an alarm without a cause",
+        "src/sqrtdk/diagnosis.py",
+        'if names[head] == "content":',
+        "if True:",
+        ("tests/test_diagnosis.py",),
+    ),
+    Mutant(
+        "the kernel's soft cap without its slope in the gradient",
+        "kernel/backward_slopes.h",
+        "if (adjusted) grad = S::mul(grad, slope);",
+        "",
+        ("tests/test_kernel_backward.py",),
+    ),
+    Mutant(
+        "the kernel's cubes of weights shrink as squares when the maximum grows",
+        "kernel/row_state.h",
+        "row.tail3[i] = f * f * f * (row.tail3[i] + joins)",
+        "row.tail3[i] = f * f * (row.tail3[i] + joins)",
+        ("tests/test_kernel.py", "tests/test_statistics.py"),
+    ),
+    Mutant(
+        "the kernel's parts of a long row are added without their common maximum",
+        "kernel/row_state.h",
+        "take[i] = theirs == top ? 1.0 : std::exp(theirs - top);",
+        "take[i] = 1.0;",
+        ("tests/test_kernel.py", "tests/test_kernel_edges.py"),
+    ),
+    Mutant(
+        "the kernel takes a block for visible whose last key is hidden",
+        "kernel/visibility.h",
+        "all = all && lo[i] <= begin && hi[i] >= end - 1;",
+        "all = all && lo[i] <= begin && hi[i] >= end - 2;",
+        ("tests/test_kernel.py",),
+    ),
+]
+
+# The installed package is found by a hook of its own, before any path: the copy must come first.
+RUN = """
+import sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in type(finder).__module__]
+sys.path.insert(0, "src")
+import pytest
+import sqrtdk
+assert sqrtdk.__file__.startswith(sys.argv[1]), sqrtdk.__file__
+sys.exit(pytest.main(["-q", "-x", "-n", "0", "-p", "no:cacheprovider", *sys.argv[2:]]))
+"""
+
+
+def plant(copy: Path, mutant: Mutant) -> None:
+    """Write the fault into the copy."""
+    path = copy / mutant.file
+    text = path.read_text()
+    if text.count(mutant.original) != 1:
+        sys.exit(f"{mutant.name}: {mutant.file} has {text.count(mutant.original)} places that read {mutant.original!r}")
+    path.write_text(text.replace(mutant.original, mutant.fault))
+
+
+def compile_kernel(copy: Path) -> None:
+    """Compile the copy's kernel, in one build directory for all of them, and put it into its package."""
+    build, tools = copy / "build", Path(sys.executable).parent
+    if not build.exists():
+        nanobind = subprocess.check_output([sys.executable, "-m", "nanobind", "--cmake_dir"], text=True).strip()
+        configure = [f"-Dnanobind_DIR={nanobind}", f"-DPython_EXECUTABLE={sys.executable}", "-G", "Ninja"]
+        configure += [f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}"]
+        subprocess.run([tools / "cmake", "-S", copy, "-B", build, *configure], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([tools / "cmake", "--build", build, "-t", "_kernel"], check=True, stdout=subprocess.DEVNULL)
+    (compiled,) = build.glob("_kernel*.so")
+    shutil.copy(compiled, copy / "src/sqrtdk" / compiled.name)
+
+
+def run_tests(copy: Path, tests: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    """The fast tests of these files, on the copy."""
+    command = [sys.executable, "-c", RUN, str(copy), "-m", "not slow and not long", *tests]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
+
+
+def try_mutant(copy: Path, mutant: Mutant) -> bool:
+    """Whether the tests find the fault; the copy is as before after it."""
+    path = copy / mutant.file
+    before = path.read_text()
+    is_compiled = mutant.file.startswith("kernel/")
+    plant(copy, mutant)
+    try:
+        if is_compiled:
+            compile_kernel(copy)
+        done = run_tests(copy, mutant.tests)
+    finally:
+        path.write_text(before)
+        if is_compiled:
+            shutil.copy(_kernel.__file__, copy / "src/sqrtdk")
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    if done.returncode not in (0, 1):
+        sys.exit(f"{mutant.name}: the tests did not run\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    print(f"{'found   ' if failed else 'SURVIVES'}  {mutant.name}", flush=True)
+    for line in failed[:SHOWN]:
+        print(f"          {line.split(' - ')[0]}", flush=True)
+    return bool(failed)
+
+
+def main() -> None:
+    """Plant every fault; exit code 1 if one survives."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", metavar="WORDS", default="", help="only faults whose name contains these words")
+    chosen = [mutant for mutant in MUTANTS if parser.parse_args().only in mutant.name]
+    if not chosen:
+        parser.error(f"--only must be part of a name: {', '.join(mutant.name for mutant in MUTANTS)}")
+    with tempfile.TemporaryDirectory() as directory:
+        copy = Path(directory).resolve() / "copy"
+        ignored = shutil.ignore_patterns(".git", ".venv", "build", "dist", "__pycache__", "*.sqlite*")
+        shutil.copytree(ROOT, copy, ignore=ignored)
+        shutil.copy(_kernel.__file__, copy / "src/sqrtdk")
+        survivors = [mutant.name for mutant in chosen if not try_mutant(copy, mutant)]
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} faults found")
+    sys.exit(bool(survivors))
+
+
+if __name__ == "__main__":
+    main()
