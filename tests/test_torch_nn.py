@@ -211,6 +211,22 @@ class TestLearning:
         assert module.temperature[1] > 1.0
         assert module.temperature[3] == 1.0
 
+    def test_a_query_of_nan_spoils_its_own_row_alone_and_nothing_where_it_sees_no_key(self):
+        q, k, v = noise()
+        module = randomise(QueryTemperature(D_K, HEADS))
+        expected = run(module, q, k, v).detach()
+        q[:, :, 2] = math.nan
+        rows = [row for row in range(q.shape[-2]) if row != 2]
+        output = run(module, q, k, v)
+        assert output[:, :, 2].isnan().all()
+        torch.testing.assert_close(output[:, :, rows], expected[:, :, rows])
+        blind = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool)
+        blind[2] = False
+        output = run(module, q, k, v, mask=blind)
+        assert not output[:, :, 2].any()
+        output.sum().backward()
+        assert module.weight.grad.isfinite().all()
+
     def test_queries_that_want_to_be_sharper_get_sharper(self):
         module = QueryTemperature(D_K, HEADS)
         q, k, v = noise(queries=16)

@@ -166,6 +166,8 @@ class QueryTemperature(HeadScale):
         bias = self._beside_rows(self.bias.to(dtype), query)
         if self.source == "query":
             weight = self._beside_rows(self.weight.to(dtype), query)
+            # A query of NaN spoils its own row alone, and nothing if it sees no key: its temperature stays a number.
+            query = torch.where(torch.isfinite(query).all(dim=-1, keepdim=True), query, 0.0)
             # Not a matrix product: autocast would turn it, and so ln τ, into half precision.
             log_gain = (query.to(dtype) * weight).sum(dim=-1) / math.sqrt(self.d_k) + bias
         else:
