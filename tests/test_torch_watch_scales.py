@@ -267,8 +267,10 @@ def test_a_scale_multiplied_into_the_mask_or_after_the_exponential():
             self.weights = weights.detach()
             return weights @ v
 
-    model = IntoMask()
-    assert record_of(model).effective == pytest.approx(RIGHT)
+    record = record_of(IntoMask())
+    assert record.effective == pytest.approx(RIGHT)
+    assert record.on_the_mask == pytest.approx(RIGHT)
+    assert record.difference < 1e-5
 
     class AfterExponential(ByHand):
         def forward(self, x):
@@ -292,4 +294,6 @@ def test_records_go_into_json():
         "softcap": None,
         "how": "exact",
         "reason": None,
+        "on_the_mask": None,
+        "difference": None,
     }

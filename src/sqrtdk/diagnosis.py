@@ -55,7 +55,8 @@ def diagnose(
     With `dtype`: scores beyond its largest number (`score-overflow`), or so large that rounding changes a logit by 1 or
     more (`score-rounding`): numbers of at least 2/ε are spaced 2 apart, so from 256 on in bfloat16, 2048 in float16.
 
-    With `scales`: `scale-differs-from-declared`, `scale-undeclared`, `scale-differs-between-layers`.
+    With `scales`: `scale-differs-from-declared`, `scale-undeclared`, `scale-differs-between-layers`,
+    `scale-on-mask`.
 
     With `history`, of heads with enough data in at least 5 snapshots: `logit-growth` (the largest score above the mean
     rises, itself or its logarithm by a slope that chance gives in one of a thousand level series, and passes 100 before
@@ -70,7 +71,7 @@ def diagnose(
         history: (step, summaries), steps ascending; the present ones belong to it as its last entry.
         pressures: ∂loss/∂log scale `[H]` by layer path; or one array, for one summary. None for layers without.
         scales: per layer `layer`, `measured` (None where it could not be told), `d_k`; if known `declared`,
-            `normalised` (q and k are), `layer_index`. Further entries are ignored.
+            `normalised` (q and k are), `on_the_mask` (what a mask was multiplied by), `layer_index`. Further entries are ignored.
         dtype: what the model rounds its logits to, by name or as a dtype: a fused kernel in bfloat16 rounds them to
             float32. None: not known.
 

@@ -31,6 +31,7 @@ class _LayerScale:
     measured: float
     declared: float | None
     normalised: bool
+    on_the_mask: float | None
 
     @property
     def relative(self) -> float:
@@ -51,7 +52,7 @@ def judge_scales(
     """
     tolerance = max(SCALE_TOLERANCE, UNKNOWN_EPSILON if epsilon is None else epsilon)
     layers = _read(scales, paths)
-    findings = [one for layer in layers for one in _judge_layer(layer, tolerance)]
+    findings = [one for layer in layers for judge in (_judge_layer, _judge_mask) for one in judge(layer, tolerance)]
     return findings + _compare_layers(layers, tolerance)
 
 
@@ -71,6 +72,7 @@ def _read(scales: Any, paths: Sequence[str | None]) -> list[_LayerScale]:
         if isinstance(d_k, bool) or not isinstance(d_k, int) or d_k < 1:
             raise InvalidValueError(f"d_k of scales[{at}] must be an integer ≥ 1, got {d_k!r}")
         declared = record.get("declared")
+        on_the_mask = record.get("on_the_mask")
         index = record.get("layer_index")
         if index is None:
             index = paths.index(layer) if layer in paths else at
@@ -82,6 +84,7 @@ def _read(scales: Any, paths: Sequence[str | None]) -> list[_LayerScale]:
                 measured=_finite(record["measured"], f"measured of scales[{at}]"),
                 declared=None if declared is None else _finite(declared, f"declared of scales[{at}]"),
                 normalised=bool(record.get("normalised", False)),
+                on_the_mask=None if on_the_mask is None else _finite(on_the_mask, f"on_the_mask of scales[{at}]"),
             )
         )
     return layers
@@ -122,6 +125,19 @@ def _judge_layer(layer: _LayerScale, tolerance: float) -> list[Finding]:
     threshold = Threshold(tolerance, "relative difference that rounding explains, against 1/√dₖ (Vaswani et al. 2017)")
     remedy = "Declare the scale in the configuration if it is meant, else multiply by 1/√dₖ."
     return [Finding("scale-undeclared", severity, *where, evidence, threshold, cause, remedy)]
+
+
+def _judge_mask(layer: _LayerScale, tolerance: float) -> list[Finding]:
+    """Whether the scale was multiplied into what was added to the scores: a bias of positions, a soft mask."""
+    factor = layer.on_the_mask
+    if factor is None or _same(factor, 1.0, tolerance):
+        return []
+    evidence = {"on_the_mask": factor, "measured": layer.measured, "d_k": layer.d_k}
+    threshold = Threshold(tolerance, "relative difference that rounding explains, against 1: a mask is not scaled")
+    cause = f"What is added to the scores is multiplied by {factor:.4g} as well."
+    remedy = "Scale the scores before the mask or bias is added to them."
+    where = (layer.layer, layer.layer_index, None)
+    return [Finding("scale-on-mask", "warning", *where, evidence, threshold, cause, remedy)]
 
 
 def _explain(layer: _LayerScale, tolerance: float) -> str:

@@ -40,6 +40,10 @@ class SeenCall:
     k_lineage: Lineage | None = None
     # Query i stands at key i + first_position; None where queries and keys are of different sequences.
     first_position: int | None = field(default=None)
+    # What a finite mask was multiplied by after it was added; None where none was added.
+    on_the_mask: float | None = None
+    # The largest difference between its weights and the model's own, where these were seen.
+    difference: float | None = None
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

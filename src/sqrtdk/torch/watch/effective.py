@@ -28,6 +28,9 @@ class ScaleRecord:
         softcap: the soft cap of the scores.
         how: how `before_the_call` was obtained: "exact" (multiplied by numbers that were seen) or "lengths".
         reason: why a number is None.
+        on_the_mask: what a mask with finite entries was multiplied by after it was added; None if none was added.
+        difference: the largest difference between the weights that follow from q, k and the scale and the model's own;
+            None where attention is one operation, whose weights nobody sees.
     """
 
     layer: str
@@ -39,6 +42,8 @@ class ScaleRecord:
     softcap: float | None
     how: str
     reason: str | None
+    on_the_mask: float | None = None
+    difference: float | None = None
 
     def as_json(self) -> dict[str, Any]:
         """The record as numbers, texts and null."""
@@ -68,6 +73,8 @@ def read_scale(path: str, call: SeenCall) -> ScaleRecord:
         call.softcap,
         how,
         "; ".join(dict.fromkeys(reasons)) or None,
+        call.on_the_mask,
+        call.difference,
     )
 
 

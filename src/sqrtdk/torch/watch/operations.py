@@ -81,8 +81,9 @@ def _carry_on(watcher: Recogniser, func: Any, args: Any, kwargs: Any, output: Te
         given = bind(func, args, kwargs)
         if name == "div" and _judge_division(watcher, scored, given, output):
             return
+        projected = [id(tensor) for tensor, fact in facts if fact.lineage is not None or fact.scores is not None]
         for x, scores in scored:
-            after = _change(name, x, scores, given, output)
+            after = _change(name, x, scores, given, output, projected)
             if after is not None:
                 watcher.memory.write(output, scores=after)
                 return
@@ -94,7 +95,9 @@ def _carry_on(watcher: Recogniser, func: Any, args: Any, kwargs: Any, output: Te
         watcher.memory.write(output)  # written in place by something unknown
 
 
-def _change(name: str, x: Tensor, scores: Scores, given: dict[str, Any], output: Tensor) -> Scores | None:
+def _change(
+    name: str, x: Tensor, scores: Scores, given: dict[str, Any], output: Tensor, projected: list[int]
+) -> Scores | None:
     """The scores after one operation; None if what comes out are no scores any more."""
     if name in _REDUCTIONS:
         if name == "sum" and scores.stage == "exp":
@@ -117,7 +120,7 @@ def _change(name: str, x: Tensor, scores: Scores, given: dict[str, Any], output:
     if name == "tanh":
         return scores.then(output, place, Done("tanh", None))
     if name in ("mul", "div", "add", "sub"):
-        return _change_by(name, x, scores, place, given, output)
+        return _change_by(name, x, scores, place, given, output, projected)
     if name == "masked_fill":
         hidden = Term(given["mask"].expand(output.shape), place)
         value = given["value"]
@@ -135,13 +138,13 @@ def _change(name: str, x: Tensor, scores: Scores, given: dict[str, Any], output:
 
 
 def _change_by(
-    name: str, x: Tensor, scores: Scores, place: Place, given: dict[str, Any], output: Tensor
+    name: str, x: Tensor, scores: Scores, place: Place, given: dict[str, Any], output: Tensor, projected: list[int]
 ) -> Scores | None:
     """The scores after they met a number or a tensor."""
     is_first = given["self"] is x
     other = given["other"] if is_first else given["self"]
     if isinstance(other, Tensor):
-        by: float | Term = Term(other.expand(output.shape), place)
+        by: float | Term = Term(other.expand(output.shape), place, id(other) in projected)
     else:
         by = float(other)
     if scores.stage == "exp":

@@ -239,8 +239,8 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
             try:
                 call, order = recover(scores, scores.layout.locate(x), axis, heads)
                 candidate.keys = call.k.shape[-2]
-                _compare(call, weights.detach().permute(order))
-                candidate.call = _place_queries(call)
+                difference = _compare(call, weights.detach().permute(order))
+                candidate.call = _place_queries(replace(call, difference=difference))
                 candidate.statistics = self._measure(candidate.call)
             except NotAttentionError:
                 return None
@@ -328,8 +328,8 @@ def _changes_lengths(operation: str, output: Tensor, unknown: list[Tensor]) -> b
     return operation in ("mul", "div") and output.ndim <= 3 and any(x.numel() == output.numel() for x in unknown)
 
 
-def _compare(call: SeenCall, weights: Tensor) -> None:
-    """Compare the weights of some rows with what the recovered call gives.
+def _compare(call: SeenCall, weights: Tensor) -> float:
+    """The largest difference of the weights of some rows from what the recovered call gives.
 
     Raises:
         NotUnderstoodError: they differ by more than rounding explains.
@@ -349,6 +349,7 @@ def _compare(call: SeenCall, weights: Tensor) -> None:
     allowed = 1e-6 + 16 * resolution * (1 + float(largest))
     if worst > allowed:
         raise NotUnderstoodError(f"recovered weights differ from the model's own by {worst:.2g}")
+    return worst
 
 
 def _place_queries(call: SeenCall) -> SeenCall:

@@ -53,6 +53,8 @@ class Term(NamedTuple):
 
     tensor: Tensor
     place: Place
+    # Whether it comes from a product, as what queries say about positions does: then it is part of the scores.
+    is_projected: bool = False
 
     def varies_along_keys(self) -> bool:
         """Whether it is not the same for all keys of a row."""
@@ -281,6 +283,7 @@ def _apply(call: SeenCall, done: list[Done], axes: Axes, start: Step) -> SeenCal
     softcap: float | None = None
     bias: list[Tensor] = []
     hidden: list[Tensor] = []
+    on_the_mask: float | None = None
     for kind, by, value in done:
         shown = _read_term(by, axes, start) if isinstance(by, Term) else by
         if kind in ("multiply", "divide"):
@@ -298,11 +301,15 @@ def _apply(call: SeenCall, done: list[Done], axes: Axes, start: Step) -> SeenCal
                 if isinstance(factor, Tensor):
                     raise NotUnderstoodError("its capped scores are multiplied by a tensor")
                 softcap *= factor
+            if on_the_mask is not None:
+                on_the_mask *= 1.0 if isinstance(factor, Tensor) else factor
             by_row = factor[..., None] if isinstance(factor, Tensor) else factor
             bias = [one * by_row for one in bias]
         elif kind == "add":
             if isinstance(shown, Tensor) and shown.shape[-1] > 1:
                 bias.append(shown * value if isinstance(value, float) and value != 1.0 else shown)
+                if isinstance(by, Term) and not by.is_projected and _adds_something(shown):
+                    on_the_mask = 1.0
         elif kind == "fill":
             if isinstance(value, Term):
                 value = float(_read_term(value, axes, start).max())
@@ -318,7 +325,13 @@ def _apply(call: SeenCall, done: list[Done], axes: Axes, start: Step) -> SeenCal
             softcap = 1.0
     if softcap is not None and softcap <= 0:
         raise NotUnderstoodError("the cap of its scores is not positive")
-    return replace(call, scale=_per_row(scale), softcap=softcap, mask=_join(bias, hidden, axes.keys[0]))
+    mask = _join(bias, hidden, axes.keys[0])
+    return replace(call, scale=_per_row(scale), softcap=softcap, mask=mask, on_the_mask=on_the_mask)
+
+
+def _adds_something(mask: Tensor) -> bool:
+    """Whether a mask does more than hide: a finite "minus infinity" stays one, whatever it is multiplied by."""
+    return bool(((mask != 0) & (mask > MASKED_BELOW)).any())
 
 
 def _per_row(scale: float | Tensor) -> float | Tensor:
