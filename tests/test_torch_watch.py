@@ -293,6 +293,46 @@ def test_what_is_not_attention_is_not_taken():
     assert seen.unattributed == []
 
 
+class Mixing(nn.Module):
+    """A small matrix for each token, projected and softened, mixes streams (hyper-connections): no attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix, self.bias = nn.Linear(WIDTH, 16), nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        mixing = (self.mix(x).unflatten(-1, (4, 4)) * 0.5 + self.bias).softmax(-1)
+        return mixing @ x.unflatten(-1, (4, -1))
+
+
+def test_a_projected_matrix_is_not_attention():
+    model = build(Mixing)
+    with watch(model) as seen:
+        model(make_input())
+    assert (seen.layers, seen.unattributed) == ({}, [])
+
+
+class Windows(ByHand):
+    """Two windows of an image in the batch: their mask is added while both have an axis of their own (Swin)."""
+
+    def forward(self, x):
+        windows = x.shape[0]
+        q, k, v = (self.split(f(x)) for f in (self.q_proj, self.k_proj, self.v_proj))
+        scores = q @ k.transpose(-1, -2) * DIMENSION**-0.5
+        mask = torch.linspace(-3, 0, 2 * TOKENS * TOKENS).view(2, 1, TOKENS, TOKENS)
+        scores = (scores.view(windows // 2, 2, HEADS, TOKENS, TOKENS) + mask).view(-1, HEADS, TOKENS, TOKENS)
+        self.weights = scores.softmax(-1)
+        return (self.weights @ v).transpose(1, 2).flatten(2)
+
+
+def test_a_mask_of_windows_that_are_merged_into_the_batch():
+    model = build(Windows)
+    with torch.no_grad(), watch(model) as seen:
+        model(make_input(batch=4))
+    assert not seen.unattributed
+    np.testing.assert_allclose(seen.layers[""]["entropy"].mean, entropy_per_head(model.weights), rtol=1e-4)
+
+
 class Odd(ByHand):
     """Scores that are more than a scale, a cap and a mask: every third is halved."""
 

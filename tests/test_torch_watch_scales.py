@@ -177,6 +177,74 @@ def test_the_outermost_projection_counts(project):
     assert record.effective == pytest.approx(RIGHT, rel=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_torchs_own_dynamic_quantisation():
+    model = torch.ao.quantization.quantize_dynamic(Scaled(lambda q, k: (q * RIGHT, rotate(k)), 1.0).eval(), {nn.Linear})
+    assert type(model.q_proj).__module__.startswith("torch.ao")
+    with torch.no_grad():
+        record = record_of(model)
+    assert record.before_the_call == pytest.approx(RIGHT, rel=1e-4)
+
+
+class Pooling(ByHand):
+    """One learnt query that looks at all tokens (AIMv2's head)."""
+
+    def __init__(self):
+        super().__init__()
+        self.query = nn.Parameter(torch.randn(1, HEADS, 1, DIMENSION))
+
+    def forward(self, x):
+        k, v = (self.split(f(x)) for f in (self.k_proj, self.v_proj))
+        q = self.query.expand(x.shape[0], -1, -1, -1)
+        return (q @ k.transpose(-1, -2) * RIGHT).softmax(-1) @ v
+
+
+def test_a_learnt_query_is_its_own_projection():
+    record = record_of(Pooling())
+    assert (record.before_the_call, record.effective) == (1.0, pytest.approx(RIGHT))
+
+
+class WithHeadBias(ByHand):
+    """A learnt vector per head is added to scaled queries, head after token (Transformer-XL, Funnel)."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(HEADS, DIMENSION))
+
+    def forward(self, x):
+        q, k, v = (f(x).unflatten(-1, (HEADS, -1)) for f in (self.q_proj, self.k_proj, self.v_proj))
+        q = q * RIGHT + self.bias * RIGHT
+        weights = torch.einsum("bihd,bjhd->bhij", q, k).softmax(-1)
+        return torch.einsum("bhij,bjhd->bihd", weights, v).flatten(2)
+
+
+def test_a_learnt_vector_per_head_is_part_of_the_projection():
+    record = record_of(WithHeadBias())
+    assert (record.at_the_call, record.before_the_call) == (1.0, pytest.approx(RIGHT))
+
+
+class Packed(nn.Module):
+    """Sequences packed in one row `[T, H, D]`, one head of rotated keys for all queries (vision towers)."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, DIMENSION)
+
+    def forward(self, x):
+        q = self.q_proj(x).unflatten(-1, (HEADS, DIMENSION)).transpose(0, 1)
+        k = self.k_proj(x)[:, None]
+        angles = torch.arange(len(x))[:, None] / torch.tensor([1.0, 10.0]).repeat(2)
+        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+        first, second = k.chunk(2, dim=-1)
+        k = (k * cos + torch.cat([-second, first], -1) * sin).transpose(0, 1).expand(HEADS, -1, -1)
+        return (q @ k.mT * RIGHT).softmax(-1) @ k
+
+
+def test_rotated_keys_of_one_head_keep_their_lengths():
+    record = record_of(Packed(), make_input()[0])
+    assert record.effective == pytest.approx(RIGHT, rel=1e-4)
+
+
 class FusedProjection(nn.Module):
     """q, k and v from one matrix, head by head (GPT-NeoX, BLOOM), scaled in place of the call."""
 

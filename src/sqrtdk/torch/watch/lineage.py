@@ -56,10 +56,10 @@ class Lineage:
     # One number where the projection gave a vector.
     reduced: bool = False
     changed_by: tuple[str, ...] = ()
+    # Whether it was multiplied with something learnt, and not with what else the model computed, as scores are.
+    is_projection: bool = True
     # Where it was put together along its last axis: widths and their lineage.
     parts: tuple[tuple[int, Lineage | None], ...] = ()
-    # Whether it is a product's result as it was: a bias may follow.
-    fresh: bool = False
 
     @property
     def is_lost(self) -> bool:
@@ -68,7 +68,7 @@ class Lineage:
 
     def times(self, factor: float) -> Lineage:
         """After a multiplication by one number."""
-        return replace(self, factor=self.factor * factor, fresh=False)
+        return replace(self, factor=self.factor * factor)
 
     def lost(self, operation: str, *, normalised: bool = False, reduced: bool = False) -> Lineage:
         """After something that no factor describes: a sum with another tensor, a norm, a power."""
@@ -79,6 +79,7 @@ class Lineage:
             normalised=self.normalised or normalised,
             reduced=self.reduced or reduced,
             changed_by=tuple(dict.fromkeys([*self.changed_by, operation])),
+            is_projection=self.is_projection,
         )
 
 
@@ -117,6 +118,7 @@ def merge(inputs: list[tuple[Tensor, Lineage]], operation: str) -> Lineage:
         normalised=any(lineage.normalised for lineage in whole),
         reduced=all(lineage.reduced for _, lineage in inputs),
         changed_by=tuple(changed),
+        is_projection=all(lineage.is_projection for _, lineage in inputs),
         parts=one.parts if len(inputs) == 1 else (),
     )
 

@@ -207,7 +207,7 @@ def _follow(watcher: Recogniser, name: str, args: Any, tensors: list[Tensor], ou
             if factor:
                 memory.write(output, lineage=first.times(factor if name == "mul" else 1.0 / factor))
                 return
-        if name == "add" and first.fresh and len(tensors) > 1 and watcher.is_bias(tensors[1]):
+        if name == "add" and len(tensors) > 1 and watcher.is_bias(tensors[1], output):
             memory.write(output, lineage=first)
             return
     if name == "mul" and len(tensors) == 2 and first is None:

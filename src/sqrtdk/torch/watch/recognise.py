@@ -136,7 +136,7 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
         with without_modes(), torch.no_grad():
             for call in FUSED[name](bind(func, args, kwargs)):
                 if call.q_lineage is None:
-                    q_lineage, k_lineage = (self.memory.lineage_of(x) for x in (call.q, call.k))
+                    q_lineage, k_lineage = (self._lineage_of(x) for x in (call.q, call.k))
                     call = replace(call, q_lineage=q_lineage, k_lineage=k_lineage)
                 call = _place_queries(call)
                 rows = read_statistics(result) if name == OWN and self._sample_rows is None else self._measure(call)
@@ -173,7 +173,7 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
         near = (
             frozenset(sources) if len(sources) <= 8 else frozenset(self.memory.origin_of(tensor) for tensor in inputs)
         )
-        self.memory.write(output, lineage=Lineage(self.path, near, fresh=True))
+        self.memory.write(output, lineage=Lineage(self.path, near))
 
     def see_product(
         self, a: Tensor, b: Tensor, output: Tensor, alpha: float = 1.0, added: Tensor | None = None, beta: float = 1.0
@@ -196,13 +196,14 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
         has_bias = added is not None and added.ndim == 1
         if self.is_learnt(b) or has_bias or a.ndim not in (2, 3) or not output.is_floating_point():
             return
-        lineage = self.memory.lineage_of(output)
+        projected = self.memory.lineage_of(output)
+        lineage = None if projected is None else replace(projected, is_projection=False)
         own = self.memory.look_up(a)
         split = None if own is None else own.split
         q, k = (a, b.transpose(-1, -2)) if a.ndim == 3 else (a[None], b.t()[None])
         others = self.memory.look_up(b)
         folded = (1.0 if own is None else own.folded) * (1.0 if others is None else others.folded)
-        lineages = self.memory.lineage_of(a), self.memory.lineage_of(b)
+        lineages = self._lineage_of(a), self._lineage_of(b)
         product = Product(q, k, *lineages, split, folded, self.is_learnt(a), self._locate())
         batch, queries, keys = q.shape[0], q.shape[1], k.shape[1]
         steps = (Step(queries, 0), Step(1, 0), Step(0, 1))
@@ -223,7 +224,7 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
             candidate: Candidate | None = self.judge(scores, x, output, axis % x.ndim)
             if is_fused and candidate is not None and candidate.call is not None:
                 candidate.call = replace(candidate.call, folded=scores.product.folded, how="math path")
-        elif x.ndim >= 3 and (fact is None or fact.lineage is None or not fact.lineage.is_exact):
+        elif x.ndim >= 3 and (fact is None or fact.lineage is None or not fact.lineage.is_projection):
             reason = "the scores of its softmax could not be followed back to a product of queries and keys"
             candidate = Candidate(self._locate(), x.shape[axis], reason=reason)
         else:
@@ -293,9 +294,20 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
             parts += ((source.shape[-1], part),)
         self.memory.write(output, lineage=replace(part, parts=parts))
 
-    def is_bias(self, tensor: Tensor) -> bool:
+    def _lineage_of(self, tensor: Tensor) -> Lineage | None:
+        """The lineage of a query or key; a parameter, as the query of a pooling is, is its own projection."""
+        lineage = self.memory.lineage_of(tensor)
+        if lineage is None and self._is_parameter(self.memory.origin_of(tensor)):
+            return Lineage(self.path)
+        return lineage
+
+    def is_bias(self, tensor: Tensor, output: Tensor) -> bool:
         """Whether a tensor is a learnt vector, or one for each head, and the same for all tokens."""
-        return (tensor.ndim == 1 or (tensor.ndim > 1 and tensor.shape[-2] == 1)) and self.is_learnt(tensor)
+        if not self.is_learnt(tensor):
+            return False
+        if tensor.ndim == 1 or (tensor.ndim > 1 and tensor.shape[-2] == 1):
+            return True
+        return tensor.ndim == 2 and output.ndim == 4
 
     def is_learnt(self, tensor: Tensor) -> bool:
         """Whether a tensor is a parameter or made from parameters alone."""
@@ -310,7 +322,7 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
             fact = self.memory.look_up(output)
             if fact is None or fact.lineage is None or fact.lineage.is_exact or fact.lineage.normalised:
                 continue
-            fact.lineage = Lineage(path, fact.lineage.sources)
+            fact.lineage = Lineage(path, fact.lineage.sources, is_projection=fact.lineage.is_projection)
 
 
 def _is_own_norm(known: list[tuple[Tensor, Lineage]], operation: str) -> bool:
@@ -325,7 +337,8 @@ def _changes_lengths(operation: str, output: Tensor, unknown: list[Tensor]) -> b
     if operation in ("add", "sub"):
         return bool(unknown)
     # A rotation's cosines are the same for all heads; a gate or a dropout is not, and has no axis of heads.
-    return operation in ("mul", "div") and output.ndim <= 3 and any(x.numel() == output.numel() for x in unknown)
+    has_no_heads = output.ndim <= 3 and 1 not in output.shape[:-1]
+    return operation in ("mul", "div") and has_no_heads and any(x.numel() == output.numel() for x in unknown)
 
 
 def _compare(call: SeenCall, weights: Tensor) -> float:

@@ -235,7 +235,17 @@ def _split_heads(
 
 
 def _read_term(term: Term, axes: Axes, start: Step) -> Tensor:
-    """A term as `[B, H, L, S]`, every axis that it is broadcast along being 1."""
+    """A term as `[B, H, L, S]`, every axis that it is broadcast along being 1.
+
+    Broadcast along one of two axes that the scores have merged since (windows of an image, Swin) it is written out.
+    """
+    try:
+        return _show_term(term, axes, start)
+    except UnevenError:
+        return _show_term(term._replace(tensor=term.tensor.contiguous()), axes, start)
+
+
+def _show_term(term: Term, axes: Axes, start: Step) -> Tensor:
     strides = term.tensor.stride()
     named = [*axes.batch, *axes.heads, axes.rows, axes.keys]
     along = [stride_along(step, size, term.place, strides) for size, step in named]
