@@ -129,6 +129,7 @@ def test_the_surface_of_the_torch_layer_is_pinned():
         "TemperaturePressure",
         "all_reduce",
         "attention",
+        "audit",
         "nn",
         "register_huggingface",
         "scaled_dot_product_attention",

@@ -6,13 +6,14 @@ A sharp head is not a sick head: no rule looks at sharpness alone. What a head d
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from sqrtdk.errors import InvalidTypeError, InvalidValueError, unknown_name
+from sqrtdk.errors import InvalidTypeError, InvalidValueError
 from sqrtdk.findings import SEVERITIES, Finding, Severity, Threshold
 from sqrtdk.patterns import NOT_ENOUGH_DATA, pattern_of, patterns, rows_that_see
+from sqrtdk.precision import PRECISIONS, name_dtype
 from sqrtdk.scale_findings import judge_scales
 from sqrtdk.summary import BIN_EDGES, Array, HeadSummary
 from sqrtdk.trends import judge_trend
@@ -21,19 +22,6 @@ __all__ = ["Finding", "Threshold", "diagnose", "pattern_of", "patterns"]
 
 Layers = Mapping[str | None, HeadSummary]
 
-
-class _Precision(NamedTuple):
-    epsilon: float
-    largest: float
-
-
-PRECISIONS = {
-    "bfloat16": _Precision(2.0**-7, (2.0 - 2.0**-7) * 2.0**127),
-    "float16": _Precision(2.0**-10, 65504.0),
-    "float32": _Precision(2.0**-23, (2.0 - 2.0**-23) * 2.0**127),
-    "float64": _Precision(2.0**-52, (2.0 - 2.0**-52) * 2.0**1023),
-}
-"""Of each dtype that logits are rounded to: epsilon (the spacing above 1) and the largest finite number (IEEE 754)."""
 
 DEAD_TRACE = Threshold(0.01, "chosen here: a row's gradient is at most a hundredth of that of 1 − Σp² = 1")
 DEAD_SHARE = 0.95
@@ -71,10 +59,10 @@ def diagnose(
         history: (step, summaries), steps ascending; the present ones belong to it as its last entry.
         pressures: ∂loss/∂log scale `[H]` by layer path; or one array, for one summary. None for layers without.
         scales: per layer `layer`, `measured` (None where it could not be told), `d_k`; if known `declared`,
-            `normalised` (q and k are), `on_the_mask` (what a mask was multiplied by), `layer_index`. Further entries
-            are ignored.
-        dtype: what the model rounds its logits to, by name or as a dtype: a fused kernel in bfloat16 rounds them to
-            float32. None: not known.
+            `normalised` (q and k are), `on_the_mask` (what a mask was multiplied by), `layer_index`, `dtype` (what q and k
+            are rounded to; else that of `dtype`). Further entries are ignored.
+        dtype: what the model rounds its logits to, by name or as a dtype, or such by layer path: a fused kernel in
+            bfloat16 rounds them to float32. None: not known.
 
     >>> from sqrtdk import HeadSummary, attention
     >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 300, 16))
@@ -92,10 +80,9 @@ def diagnose(
     layers = _by_path(summaries, "summaries")
     trend = _check_history(history)
     findings = _find_non_finite(layers)
-    if dtype is not None:
-        findings += _judge_precision(layers, _name_dtype(dtype))
+    findings += _judge_precision(layers, _name_dtypes(dtype, layers))
     if scales is not None:
-        epsilon = None if dtype is None else PRECISIONS[_name_dtype(dtype)].epsilon
+        epsilon = None if dtype is None or isinstance(dtype, Mapping) else PRECISIONS[name_dtype(dtype)].epsilon
         findings += judge_scales(scales, list(layers), epsilon)
     by_path = _check_pressures(pressures, layers)
     for at, (path, summary) in enumerate(layers.items()):
@@ -155,12 +142,14 @@ def _check_pressures(pressures: Any, layers: Layers) -> dict[str | None, Array]:
     return by_path
 
 
-def _name_dtype(dtype: Any) -> str:
-    name = dtype if isinstance(dtype, str) else getattr(dtype, "__name__", str(dtype))
-    name = name.removeprefix("torch.")
-    if name not in PRECISIONS:
-        raise unknown_name("dtype", name, list(PRECISIONS))
-    return name
+def _name_dtypes(dtype: Any, layers: Layers) -> dict[str | None, str]:
+    """The dtype that logits are rounded to, of the layers where it is known."""
+    if isinstance(dtype, Mapping):
+        strange = [path for path in dtype if path not in layers]
+        if strange:
+            raise InvalidValueError(f"dtype must name layers of summaries, got {strange[0]!r}")
+        return {path: name_dtype(one) for path, one in dtype.items() if one is not None}
+    return {} if dtype is None else dict.fromkeys(layers, name_dtype(dtype))
 
 
 def _find_non_finite(layers: Layers) -> list[Finding]:
@@ -197,14 +186,17 @@ def _count_non_finite(summary: HeadSummary) -> Array:
     return np.asarray(left_out - sees_nothing)
 
 
-def _judge_precision(layers: Layers, name: str) -> list[Finding]:
+def _judge_precision(layers: Layers, dtypes: Mapping[str | None, str]) -> list[Finding]:
     """Scores that the dtype cannot hold, or holds with an error of 1 and more."""
-    epsilon, most = PRECISIONS[name]
-    coarse = 2.0 / epsilon
-    overflow = Threshold(most, f"the largest finite {name} (IEEE 754)")
-    rounding = Threshold(coarse, f"2/ε with ε = {epsilon:g} of {name}: from here on numbers are at least 2 apart")
     findings = []
     for at, (path, summary) in enumerate(layers.items()):
+        if path not in dtypes:
+            continue
+        name = dtypes[path]
+        epsilon, most = PRECISIONS[name]
+        coarse = 2.0 / epsilon
+        overflow = Threshold(most, f"the largest finite {name} (IEEE 754)")
+        rounding = Threshold(coarse, f"2/ε with ε = {epsilon:g} of {name}: from here on numbers are at least 2 apart")
         seen = summary["score_max"]
         for head in np.flatnonzero(seen.count):
             size = float(max(abs(seen.largest[head]), abs(seen.least[head])))

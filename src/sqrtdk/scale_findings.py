@@ -11,8 +11,9 @@ import numpy as np
 
 from sqrtdk.errors import InvalidTypeError, InvalidValueError
 from sqrtdk.findings import Finding, Severity, Threshold
+from sqrtdk.precision import PRECISIONS, name_dtype
 
-__all__ = ["SCALE_TOLERANCE", "judge_scales"]
+__all__ = ["SCALE_TOLERANCE", "judge_scales", "scale_tolerance"]
 
 SCALE_TOLERANCE = 1e-3
 """Relative, for float32 and wider: a scale read off a running model is a ratio of rounded norms; chosen here."""
@@ -32,6 +33,7 @@ class _LayerScale:
     declared: float | None
     normalised: bool
     on_the_mask: float | None
+    tolerance: float
 
     @property
     def relative(self) -> float:
@@ -43,6 +45,8 @@ def judge_scales(
 ) -> list[Finding]:
     """The findings about the scales of layers; `epsilon` is that of the dtype they were measured in, None if unknown.
 
+    A record with a `dtype` of its own is measured against the rounding of that one.
+
     Two scales are the same if they differ by no more than 1e-3, or ε if that is more: half an ε is the rounding of the
     factor, half that of q. Layers whose scale could not be measured are passed over.
 
@@ -50,13 +54,21 @@ def judge_scales(
     error: scale-differs-from-declared in h.0: measured 0.25, declared 0.125, ratio 2, d k 64. The scale is 1/√16, that
     of 16 dimensions instead of 64.
     """
-    tolerance = max(SCALE_TOLERANCE, UNKNOWN_EPSILON if epsilon is None else epsilon)
-    layers = _read(scales, paths)
-    findings = [one for layer in layers for judge in (_judge_layer, _judge_mask) for one in judge(layer, tolerance)]
-    return findings + _compare_layers(layers, tolerance)
+    layers = _read(scales, paths, UNKNOWN_EPSILON if epsilon is None else epsilon)
+    findings = [one for layer in layers for judge in (_judge_layer, _judge_mask) for one in judge(layer)]
+    return findings + _compare_layers(layers, max((layer.tolerance for layer in layers), default=SCALE_TOLERANCE))
 
 
-def _read(scales: Any, paths: Sequence[str | None]) -> list[_LayerScale]:
+def scale_tolerance(dtype: Any) -> float:
+    """The relative difference of two scales that rounding explains where q and k are of this dtype (None: unknown).
+
+    >>> scale_tolerance("float32"), scale_tolerance("bfloat16")
+    (0.001, 0.0078125)
+    """
+    return max(SCALE_TOLERANCE, UNKNOWN_EPSILON if dtype is None else PRECISIONS[name_dtype(dtype)].epsilon)
+
+
+def _read(scales: Any, paths: Sequence[str | None], epsilon: float) -> list[_LayerScale]:
     if isinstance(scales, Mapping | str) or not isinstance(scales, Sequence):
         raise InvalidTypeError(f"scales must be a sequence of records, one per layer, got {type(scales).__name__}")
     layers = []
@@ -74,6 +86,7 @@ def _read(scales: Any, paths: Sequence[str | None]) -> list[_LayerScale]:
         declared = record.get("declared")
         on_the_mask = record.get("on_the_mask")
         index = record.get("layer_index")
+        dtype = record.get("dtype")
         if index is None:
             index = paths.index(layer) if layer in paths else at
         layers.append(
@@ -85,6 +98,7 @@ def _read(scales: Any, paths: Sequence[str | None]) -> list[_LayerScale]:
                 declared=None if declared is None else _finite(declared, f"declared of scales[{at}]"),
                 normalised=bool(record.get("normalised", False)),
                 on_the_mask=None if on_the_mask is None else _finite(on_the_mask, f"on_the_mask of scales[{at}]"),
+                tolerance=max(SCALE_TOLERANCE, epsilon) if dtype is None else scale_tolerance(dtype),
             )
         )
     return layers
@@ -103,8 +117,8 @@ def _same(one: float, two: float, tolerance: float) -> bool:
     return abs(one - two) <= tolerance * abs(two)
 
 
-def _judge_layer(layer: _LayerScale, tolerance: float) -> list[Finding]:
-    usual = 1.0 / math.sqrt(layer.d_k)
+def _judge_layer(layer: _LayerScale) -> list[Finding]:
+    usual, tolerance = 1.0 / math.sqrt(layer.d_k), layer.tolerance
     where = (layer.layer, layer.layer_index, None)
     if layer.declared is not None:
         if _same(layer.measured, layer.declared, tolerance):
@@ -113,13 +127,13 @@ def _judge_layer(layer: _LayerScale, tolerance: float) -> list[Finding]:
         evidence = {"measured": layer.measured, "declared": layer.declared, "ratio": ratio, "d_k": layer.d_k}
         threshold = Threshold(tolerance, "relative difference that rounding explains, against the declared scale")
         remedy = "Make the code multiply by the declared scale once, or correct the declaration."
-        cause = _explain(layer, tolerance)
+        cause = _explain(layer)
         return [Finding("scale-differs-from-declared", "error", *where, evidence, threshold, cause, remedy)]
     if _same(layer.measured, usual, tolerance):
         return []
     severity: Severity = "info" if layer.normalised else "warning"
     evidence = {"measured": layer.measured, "usual": usual, "ratio": layer.measured / usual, "d_k": layer.d_k}
-    cause = _explain(layer, tolerance)
+    cause = _explain(layer)
     if layer.normalised:
         cause += " q and k are normalised, where another scale than 1/√dₖ is common."
     threshold = Threshold(tolerance, "relative difference that rounding explains, against 1/√dₖ (Vaswani et al. 2017)")
@@ -127,9 +141,9 @@ def _judge_layer(layer: _LayerScale, tolerance: float) -> list[Finding]:
     return [Finding("scale-undeclared", severity, *where, evidence, threshold, cause, remedy)]
 
 
-def _judge_mask(layer: _LayerScale, tolerance: float) -> list[Finding]:
+def _judge_mask(layer: _LayerScale) -> list[Finding]:
     """Whether the scale was multiplied into what was added to the scores: a bias of positions, a soft mask."""
-    factor = layer.on_the_mask
+    factor, tolerance = layer.on_the_mask, layer.tolerance
     if factor is None or _same(factor, 1.0, tolerance):
         return []
     evidence = {"on_the_mask": factor, "measured": layer.measured, "d_k": layer.d_k}
@@ -140,9 +154,9 @@ def _judge_mask(layer: _LayerScale, tolerance: float) -> list[Finding]:
     return [Finding("scale-on-mask", "warning", *where, evidence, threshold, cause, remedy)]
 
 
-def _explain(layer: _LayerScale, tolerance: float) -> str:
+def _explain(layer: _LayerScale) -> str:
     """Which scale the measured one is, in terms of dₖ, if it is a known one."""
-    measured, d_k = layer.measured, layer.d_k
+    measured, d_k, tolerance = layer.measured, layer.d_k, layer.tolerance
     if _same(layer.relative, 1.0, tolerance):
         return f"The scale is 1/√dₖ of dₖ = {d_k}; the declared one is not applied."
     if _same(measured, 1.0, tolerance):

@@ -8,6 +8,7 @@ except ImportError:
     raise missing_extra("torch", "torch") from None
 
 from sqrtdk.torch import nn
+from sqrtdk.torch.audit import audit
 from sqrtdk.torch.distributed import all_reduce
 from sqrtdk.torch.functional import attention, scaled_dot_product_attention
 from sqrtdk.torch.huggingface import register_huggingface
@@ -18,6 +19,7 @@ __all__ = [
     "TemperaturePressure",
     "all_reduce",
     "attention",
+    "audit",
     "nn",
     "register_huggingface",
     "scaled_dot_product_attention",

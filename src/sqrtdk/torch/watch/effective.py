@@ -31,6 +31,9 @@ class ScaleRecord:
         on_the_mask: what a mask with finite entries was multiplied by after it was added; None if none was added.
         difference: the largest difference between the weights that follow from q, k and the scale and the model's own;
             None where attention is one operation, whose weights nobody sees.
+        dtype: what q and k are rounded to.
+        logits_dtype: what the logits are rounded to before the softmax: of half precision those of a fused kernel stay
+            in float32, those of a product that the model computes itself do not.
     """
 
     layer: str
@@ -44,6 +47,8 @@ class ScaleRecord:
     reason: str | None
     on_the_mask: float | None = None
     difference: float | None = None
+    dtype: str = "float32"
+    logits_dtype: str = "float32"
 
     def as_json(self) -> dict[str, Any]:
         """The record as numbers, texts and null."""
@@ -75,7 +80,19 @@ def read_scale(path: str, call: SeenCall) -> ScaleRecord:
         "; ".join(dict.fromkeys(reasons)) or None,
         call.on_the_mask,
         call.difference,
+        *_name_dtypes(call),
     )
+
+
+def _name_dtypes(call: SeenCall) -> tuple[str, str]:
+    """The dtype of q and k, and that of the logits; of fused operations nobody sees the logits, but all add in float32.
+
+    The fast path of encoders chooses between a fused kernel and a product by device; it is believed to be fused.
+    """
+    name, kept = (
+        str(dtype).removeprefix("torch.") for dtype in (call.q.dtype, torch.promote_types(call.q.dtype, torch.float32))
+    )
+    return name, name if call.how in ("recovered", "math path") else kept
 
 
 def _join(q: Ratio, k: Ratio) -> tuple[float | None, str]:

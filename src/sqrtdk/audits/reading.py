@@ -1,0 +1,123 @@
+"""What an audit's numbers say, in sentences: patterns, the scale, the findings, what could not be seen."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from sqrtdk.display import count
+from sqrtdk.findings import SEVERITIES, Finding
+from sqrtdk.patterns import ENOUGH_KEYS, ENOUGH_ROWS, NOT_ENOUGH_DATA
+from sqrtdk.scale_findings import scale_tolerance
+
+if TYPE_CHECKING:
+    from sqrtdk.audits.record import AuditedScale
+
+# Layers that are named one by one.
+_MOST_NAMED = 3
+
+
+def describe_patterns(counts: Counter[str]) -> list[str]:
+    """How many heads follow each pattern, the commonest first.
+
+    >>> describe_patterns(Counter({"sink": 1, "content": 2}))
+    ['Patterns: 2 content, 1 sink.']
+    """
+    known = [f"{times} {name}" for name, times in counts.most_common() if name != NOT_ENOUGH_DATA]
+    lines = [f"Patterns: {', '.join(known)}."] if known else []
+    unknown = counts[NOT_ENOUGH_DATA]
+    if unknown:
+        lines.append(
+            f"Not enough data for the pattern of {count(unknown, 'head')}: it takes {ENOUGH_ROWS} rows "
+            f"that see at least {ENOUGH_KEYS} keys."
+        )
+    return lines
+
+
+def name_scale(scale: AuditedScale) -> str:
+    """The measured scale of a layer in terms of dₖ: "1/√dₖ", "1/dₖ", "1", else the number; "unknown" if it is None."""
+    if scale.measured is None:
+        return "unknown"
+    tolerance = scale_tolerance(scale.dtype)
+    for name, value in (("1/√dₖ", scale.d_k**-0.5), ("1", 1.0), ("1/dₖ", 1.0 / scale.d_k)):
+        if math.isclose(scale.measured, value, rel_tol=tolerance):
+            return name
+    return f"{scale.measured:.4g}"
+
+
+def describe_scale(scales: Sequence[AuditedScale]) -> list[str]:
+    """The scale in one line if all layers agree, else a line per scale; why, where it is not known."""
+    groups: dict[tuple[str, int], list[AuditedScale]] = {}
+    for scale in scales:
+        groups.setdefault((name_scale(scale), scale.d_k), []).append(scale)
+    lines = []
+    for (name, d_k), members in groups.items():
+        where = _name_layers(members, len(scales))
+        if name == "unknown":
+            reasons = "; ".join(dict.fromkeys(one.reason or "it was not measured" for one in members))
+            lines.append(f"The scale of {where} could not be told: {reasons}.")
+            continue
+        number = "" if name == f"{members[0].measured:.4g}" else f", which is {members[0].measured:.4g}"
+        lines.append(f"The scale is {name} in {where}{number} at dₖ {d_k}, {_declare(members)}{_remark(members)}.")
+    return lines
+
+
+def _name_layers(members: Sequence[AuditedScale], layers: int) -> str:
+    if len(members) == layers:
+        return "the only layer" if layers == 1 else f"all {layers} layers"
+    named = ", ".join(one.layer or "the model itself" for one in members[:_MOST_NAMED])
+    more = f" and {len(members) - _MOST_NAMED} more" if len(members) > _MOST_NAMED else ""
+    return f"{len(members)} of {layers} layers ({named}{more})"
+
+
+def _declare(members: Sequence[AuditedScale]) -> str:
+    kinds = Counter(
+        "not declared"
+        if one.declared is None or one.measured is None
+        else f"as declared by {one.declared_by or 'the model'}"
+        if math.isclose(one.measured, one.declared, rel_tol=scale_tolerance(one.dtype))
+        else f"not as declared ({one.declared:.4g} by {one.declared_by or 'the model'})"
+        for one in members
+    )
+    if len(kinds) == 1:
+        return next(iter(kinds))
+    return ", ".join(f"{name} in {times}" for name, times in kinds.items())
+
+
+def _remark(members: Sequence[AuditedScale]) -> str:
+    normalised = sum(one.normalised for one in members)
+    capped = sum(one.softcap is not None for one in members)
+    some = (("q or k normalised", normalised), ("soft cap", capped))
+    words = [name if times == len(members) else f"{name} in {times}" for name, times in some if times]
+    return f"; {', '.join(words)}" if words else ""
+
+
+def describe_findings(findings: Sequence[Finding]) -> str:
+    """How many findings there are of each severity.
+
+    >>> describe_findings([])
+    'Nothing was found wrong.'
+    """
+    counts = Counter(one.severity for one in findings)
+    told = [
+        f"{counts[name]} of severity {name}" if name == "info" else count(counts[name], name)
+        for name in SEVERITIES
+        if counts[name]
+    ]
+    return f"Findings: {', '.join(told)}." if told else "Nothing was found wrong."
+
+
+def describe_unseen(times: int, where: Sequence[str], why: Mapping[str, str]) -> list[str]:
+    """What looks like attention and was not understood: where, and why.
+
+    >>> describe_unseen(2, ["h.0"], {"h.0": "flex_attention is not followed"})
+    ['Not understood: 2 calls that look like attention, in h.0 (flex_attention is not followed).']
+    """
+    if not times:
+        return []
+    named = [f"{path or 'the model itself'}{f' ({why[path]})' if path in why else ''}" for path in where[:_MOST_NAMED]]
+    more = f" and {len(where) - _MOST_NAMED} more" if len(where) > _MOST_NAMED else ""
+    verb = "looks" if times == 1 else "look"
+    return [f"Not understood: {count(times, 'call')} that {verb} like attention, in {', '.join(named)}{more}."]

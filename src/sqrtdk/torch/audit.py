@@ -1,0 +1,182 @@
+"""Auditing a model: one watched call, the scale of every layer beside its declaration, patterns and findings."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sqrtdk.audits import Audit, AuditedHead, AuditedScale
+from sqrtdk.diagnosis import diagnose
+from sqrtdk.display import describe_array
+from sqrtdk.errors import InvalidTypeError, InvalidValueError, SqrtdkError
+from sqrtdk.records import cpu_name, versions
+from sqrtdk.torch.declared import declared_scale
+from sqrtdk.torch.watch import Seen, watch
+
+# What a model raises for inputs that do not fit it.
+_MISFITS = (
+    TypeError,
+    ValueError,
+    RuntimeError,
+    IndexError,
+    KeyError,
+    AttributeError,
+    AssertionError,
+    NotImplementedError,
+)
+_LONGEST_REASON = 300
+
+
+def audit(model: nn.Module, batch: Any) -> Audit:
+    """Run a model once on a batch and say what every head does, the scale of every layer, and what is wrong.
+
+    The model runs in evaluation mode under no_grad and is watched passively; afterwards the mode of each module and the
+    random streams (Python's, NumPy's and torch's, on every device of the model) are as before. What a rule needs that
+    one call cannot tell (trends, gradients) is not judged. See `sqrtdk.diagnose` for the rules.
+
+    Args:
+        model: any module that computes attention.
+        batch: what the model is called with: a tensor, a tuple of arguments, or a dict of keyword arguments.
+
+    Returns:
+        The `Audit`: `heads`, `findings`, `scale`, `unattributed`, `padding`; `as_json()` is what `sqrtdk audit --json`
+        prints. A model whose attention was seen and not understood has no heads, and says where and why.
+
+    Raises:
+        InvalidTypeError: `model` is no module, or `batch` none of these.
+        InvalidValueError: the model cannot be called with the batch (its own error is the cause), or computes no
+            attention.
+
+    >>> torch.manual_seed(0) and None
+    >>> layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
+    >>> audit(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.randn(1, 300, 32))
+    Audit of TransformerEncoder: 2 layers, 4 heads; padding: unknown
+    Patterns: 4 broad.
+    The scale is 1/√dₖ in all 2 layers, which is 0.25 at dₖ 16, not declared.
+    Nothing was found wrong.
+    """
+    if not isinstance(model, nn.Module):
+        raise InvalidTypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    arguments, named = _read_batch(batch)
+    with _unchanged(model), torch.no_grad(), watch(model) as seen:
+        try:
+            model(*arguments, **named)
+        except SqrtdkError:
+            raise
+        except _MISFITS as error:
+            reason = " ".join(str(error).split())[:_LONGEST_REASON] or "no reason given"
+            raise InvalidValueError(
+                f"batch must fit the model, got {_describe(batch)}, for which "
+                f"{type(model).__name__} raised {type(error).__name__}: {reason}"
+            ) from error
+    if not seen.scales and not seen.unattributed:
+        raise InvalidValueError(f"model must compute attention, got {type(model).__name__}, which called none")
+    return _judge(model, seen, _describe(batch))
+
+
+def _read_batch(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    if isinstance(batch, Tensor):
+        return (batch,), {}
+    if isinstance(batch, Mapping):
+        strange = [name for name in batch if not isinstance(name, str)]
+        if strange:
+            raise InvalidTypeError(f"batch must have names of arguments as keys, got {strange[0]!r}")
+        return (), batch
+    if isinstance(batch, tuple | list):
+        return tuple(batch), {}
+    raise InvalidTypeError(
+        f"batch must be a tensor, a tuple of arguments or a dict of keyword arguments, got {type(batch).__name__}"
+    )
+
+
+def _describe(batch: Any) -> str:
+    """Shapes and dtypes of a batch in a line."""
+    if isinstance(batch, Tensor):
+        return describe_array(batch)
+    if isinstance(batch, Mapping):
+        return "{" + ", ".join(f"{name}: {_describe(value)}" for name, value in batch.items()) + "}"
+    if isinstance(batch, tuple | list):
+        return "(" + ", ".join(map(_describe, batch)) + ")"
+    return type(batch).__name__
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside; mode and random streams as before afterwards."""
+    # The flag itself: some modules merge weights or refuse in a train() of their own.
+    modes = {module: module.training for module in model.modules()}
+    tensors = [*model.parameters(), *model.buffers()]
+    devices: dict[str, set[int]] = {}
+    for device in {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}:
+        devices.setdefault(device.type, set()).add(device.index or 0)
+    python, array = random.getstate(), np.random.get_state()  # noqa: NPY002 - the stream that a model may use
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        for kind, indices in devices.items():
+            stack.enter_context(torch.random.fork_rng(devices=sorted(indices), device_type=kind))
+        try:
+            for module in modes:
+                module.training = False
+            yield
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+            random.setstate(python)
+            np.random.set_state(array)  # noqa: NPY002
+
+
+def _judge(model: nn.Module, seen: Seen, batch: str) -> Audit:
+    layers = seen.layers
+    # A layer whose rows are all padding has a scale and no rows.
+    paths = list(dict.fromkeys([record.layer for record in seen.scales] + list(layers)))
+    index = {path: at for at, path in enumerate(paths)}
+    scales = []
+    for record in seen.scales:
+        declared = declared_scale(model, record)
+        scales.append(
+            AuditedScale(
+                layer=record.layer,
+                layer_index=index[record.layer],
+                declared=declared.value,
+                declared_by=declared.source,
+                measured=record.effective,
+                at_the_call=record.at_the_call,
+                before_the_call=record.before_the_call,
+                d_k=record.d_k,
+                normalised=record.normalised,
+                softcap=record.softcap,
+                how=record.how,
+                reason=record.reason,
+                dtype=record.dtype,
+                logits_dtype=record.logits_dtype,
+            )
+        )
+    findings = diagnose(
+        layers,
+        scales=[vars(scale) for scale in scales],
+        dtype={scale.layer: scale.logits_dtype for scale in scales if scale.layer in layers},
+    )
+    missed = seen.unattributed
+    return Audit(
+        heads=[head for path, summary in layers.items() for head in AuditedHead.of(path, index[path], summary)],
+        findings=[replace(one, layer_index=index[one.layer]) for one in findings if one.layer is not None],
+        scale=scales,
+        unattributed=sum(one.times for one in missed),
+        unattributed_where=list(dict.fromkeys(one.layer for one in missed)),
+        padding=seen.padding,
+        about={
+            "model": type(model).__name__,
+            "batch": batch,
+            "unattributed_why": {one.layer: one.reason for one in missed},
+            "notes": list(seen.notes),
+            "versions": versions(),
+            "cpu": cpu_name(),
+        },
+    )

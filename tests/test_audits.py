@@ -1,0 +1,197 @@
+"""The record of an audit: strict JSON both ways, sentences from its numbers, HTML that escapes, comparisons."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from heads_of_models import fresh_heads, head_at_offset, sink_head
+from sqrtdk import HeadSummary, SqrtdkError, attention
+from sqrtdk.audits import Audit, AuditedHead, AuditedScale, compare
+from sqrtdk.audits.markup import render_comparison
+from sqrtdk.findings import Finding, Threshold
+
+HOSTILE = 'h.<script>alert(1)</script>&"quoted"'
+
+
+def a_scale(layer="h.0", at=0, **known):
+    measured = known.pop("measured", 0.25)
+    return AuditedScale(
+        **{
+            "layer": layer,
+            "layer_index": at,
+            "declared": None,
+            "declared_by": None,
+            "measured": measured,
+            "at_the_call": measured,
+            "before_the_call": 1.0,
+            "d_k": 16,
+            "normalised": False,
+            "softcap": None,
+            "how": "exact",
+            "reason": None,
+            "dtype": "float32",
+            "logits_dtype": "float32",
+            **known,
+        }
+    )
+
+
+def a_finding(layer="h.0", at=0, severity="error", **evidence):
+    threshold = Threshold(1e-3, "<b>source</b>")
+    return Finding("scale-differs", severity, layer, at, None, evidence, threshold, "<i>cause</i>", "<u>remedy</u>")
+
+
+def an_audit(first="h.0", **known):
+    heads = AuditedHead.of(first, 0, head_at_offset(-1)) + AuditedHead.of("h.1", 1, sink_head())
+    return Audit(
+        **{
+            "heads": heads,
+            "findings": [a_finding(first)],
+            "scale": [a_scale(first), a_scale("h.1", 1)],
+            "unattributed": 0,
+            "unattributed_where": [],
+            "padding": "unknown",
+            "about": {"model": "Model", "notes": []},
+            **known,
+        }
+    )
+
+
+def test_the_keys_of_the_json_are_the_agreed_ones():
+    content = an_audit(unattributed=2, unattributed_where=["router"]).as_json()
+    agreed = {"heads", "findings", "scale", "unattributed", "unattributed_where", "padding"}
+    assert content.keys() == agreed | {"about"}
+    head = {"layer", "layer_index", "head", "pattern", "saturation_index", "entropy_ratio", "max_weight", "max_logit"}
+    assert head <= content["heads"][0].keys()
+    finding = {"rule", "severity", "layer", "layer_index", "head", "evidence", "cause", "remedy", "threshold"}
+    assert content["findings"][0].keys() == finding
+    assert content["findings"][0]["threshold"].keys() == {"value", "source"}
+    scale = {"layer", "layer_index", "declared", "measured", "at_the_call", "before_the_call", "d_k", "normalised"}
+    assert scale | {"softcap", "how", "reason"} <= content["scale"][0].keys()
+    assert (content["unattributed"], content["unattributed_where"]) == (2, ["router"])
+
+
+def test_it_comes_back_from_strict_json_whatever_is_in_it():
+    with np.errstate(invalid="ignore"):
+        lost = HeadSummary.of(attention(np.full((1, 4, 8), np.nan), *np.zeros((2, 1, 4, 8))).statistics)
+    audit = an_audit(
+        heads=AuditedHead.of("h.0", 0, lost),
+        findings=[a_finding(ratio=np.inf, heads=[1, 2])],
+        scale=[a_scale(measured=np.nan, reason="it is a tensor")],
+        about={"model": "Model", "drawn": float("nan"), "sizes": (1, 2)},
+    )
+    text = json.dumps(audit.as_json(), allow_nan=False)
+    assert Audit.from_json(json.loads(text)) == audit
+    assert audit.heads[0].entropy_ratio is None
+    assert audit.scale[0].measured is None
+    assert audit.findings[0].evidence == {"ratio": None, "heads": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c.pop("scale"), "without scale"),
+        (lambda c: c["about"].update(schema_version=99), "schema version 1, got 99"),
+        (lambda c: c["about"].update(kind="ablation"), "must be an audit"),
+        (lambda c: c["heads"][0].pop("pattern"), "pattern"),
+    ],
+)
+def test_what_is_no_audit_is_refused(change, message):
+    content = json.loads(json.dumps(an_audit().as_json()))
+    change(content)
+    with pytest.raises(SqrtdkError, match=message):
+        Audit.from_json(content)
+    with pytest.raises(SqrtdkError, match="content must be an audit as JSON, got list"):
+        Audit.from_json([])
+
+
+def test_heads_have_the_numbers_of_their_summary():
+    summary = head_at_offset(-3)
+    (head, *_) = AuditedHead.of("h.0", 4, summary)
+    assert (head.layer_index, head.head, head.pattern, head.offset) == (4, 0, "offset −3", -3)
+    assert head.offset_share == pytest.approx(summary.max_keys.offset_share(-3)[0])
+    assert head.entropy_ratio == pytest.approx(summary["entropy_ratio"].mean[0])
+    assert head.max_logit == summary["max_logit"].largest[0]
+    assert head.rows_judged <= head.rows == summary.rows_seen[0]
+
+
+@pytest.mark.parametrize(
+    ("scales", "line"),
+    [
+        ([a_scale()], "The scale is 1/√dₖ in the only layer, which is 0.25 at dₖ 16, not declared."),
+        (
+            [
+                a_scale(declared=0.25, declared_by="config.scale"),
+                a_scale("h.1", 1, declared=0.25, declared_by="config.scale"),
+            ],
+            "The scale is 1/√dₖ in all 2 layers, which is 0.25 at dₖ 16, as declared by config.scale.",
+        ),
+        ([a_scale(measured=0.1)], "The scale is 0.1 in the only layer at dₖ 16, not declared."),
+        (
+            [a_scale(measured=1.0, normalised=True)],
+            "The scale is 1 in the only layer at dₖ 16, not declared; q or k",
+        ),
+        ([a_scale(measured=0.1, declared=0.25)], "not as declared (0.25 by the model)"),
+        ([a_scale(measured=None, reason="it varies")], "The scale of the only layer could not be told: it varies."),
+        ([a_scale(), a_scale("h.1", 1, measured=1 / 16)], "The scale is 1/dₖ in 1 of 2 layers (h.1), which is 0.0625"),
+        ([a_scale(measured=0.2513)], "The scale is 0.2513 in"),
+        ([a_scale(measured=0.2513, dtype="bfloat16")], "The scale is 1/√dₖ in"),
+    ],
+)
+def test_the_scale_is_told_in_a_sentence(scales, line):
+    assert any(line in sentence for sentence in an_audit(scale=scales).reading)
+
+
+def test_printed_it_is_short_and_says_what_could_not_be_seen():
+    audit = an_audit(unattributed=3, unattributed_where=["a", "b", "c", "d"], findings=[])
+    assert len(repr(audit).splitlines()) <= 6
+    assert "Nothing was found wrong." in repr(audit)
+    assert "Not understood: 3 calls that look like attention, in a, b, c and 1 more." in repr(audit)
+    few = an_audit(heads=AuditedHead.of("h.0", 0, fresh_heads(0, length=40)))
+    assert "Not enough data for the pattern of" in repr(few)
+    assert "Findings: 1 error." in repr(few)
+    assert (few.worst, audit.worst) == ("error", None)
+
+
+def test_names_are_data_in_html():
+    scales = [a_scale(HOSTILE, declared=0.3, declared_by="<b>config</b>", reason="<em>")]
+    audit = an_audit(HOSTILE, scale=scales, unattributed=1, unattributed_where=[HOSTILE], padding="<p>")
+    audit = replace(audit, about={"model": "<M>", "unattributed_why": {HOSTILE: "<why>"}, "notes": ["<note>"]})
+    pages = [audit._repr_html_(), render_comparison(compare(audit, an_audit(findings=[])))]
+    for page in pages:
+        for forbidden in ("<script", "<b>source", "<b>config", "<i>", "<u>", "<em>", "<M>", "<why>", "<note>", "http"):
+            assert forbidden not in page
+    assert "h.&lt;script&gt;" in pages[0]
+    assert 'title="' in pages[0]
+
+
+def test_comparing_names_heads_findings_and_scales_that_differ():
+    before = an_audit(scale=[a_scale(), a_scale("h.1", 1)])
+    later = replace(
+        before,
+        heads=AuditedHead.of("h.0", 0, fresh_heads(0)) + list(before.heads[len(before.layers["h.0"]) :]),
+        findings=[a_finding("h.1", 1)],
+        scale=[a_scale(measured=1.0), a_scale("h.1", 1)],
+    )
+    comparison = compare(later, before)
+    first = comparison.changes[0]
+    assert (first.layer, first.pattern_before, first.has_new_pattern) == ("h.0", "previous", True)
+    assert first.entropy_ratio_change == pytest.approx(first.entropy_ratio - first.entropy_ratio_before)
+    assert [one.layer for one in comparison.new] == ["h.1"]
+    assert [one.layer for one in comparison.gone] == ["h.0"]
+    assert comparison.scale_changes == [("h.0", "1/√dₖ", "1")]
+    assert "The scale of h.0 was 1/√dₖ and is 1." in comparison.reading
+    assert json.loads(json.dumps(comparison.as_json(), allow_nan=False))["new"]
+    assert compare(before, before).new == compare(before, before).gone == []
+    assert not any(change.has_new_pattern for change in compare(before, before).changes)
+    with pytest.raises(SqrtdkError, match="before must be an Audit, got dict"):
+        compare(before, {})
+
+
+def test_layers_of_another_architecture_are_named():
+    other = an_audit("layers.0")
+    comparison = compare(other, an_audit())
+    assert (comparison.only_now, comparison.only_before) == (["layers.0"], ["h.0"])
+    assert any("Only here: 1 layer (layers.0)." in line for line in comparison.reading)
