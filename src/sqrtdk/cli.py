@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import json as json_module
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from sqrtdk import backends, exercises, scales
-from sqrtdk.errors import InvalidValueError, SqrtdkError
+from sqrtdk.errors import InvalidValueError, SqrtdkError, missing_extra
 from sqrtdk.options import name_options, naming, read_names, read_numbers
 from sqrtdk.progress import Bar, follow, progress_bar
 from sqrtdk.records import Record, counted, cpu_name, versions
@@ -337,6 +339,73 @@ def report(
         terminal.print_json(checked)
     else:
         terminal.print_summary(records, written)
+
+
+class FailOn(StrEnum):
+    """From which severity on a finding makes a command fail."""
+
+    WARNING = "warning"
+    ERROR = "error"
+
+
+@app.command(epilog="Examples: sqrtdk audit ./my-model; sqrtdk audit step-2000 --compare step-1000 --html audit.html")
+def audit(
+    model: Annotated[
+        str, typer.Argument(help="A directory with config.json and safetensors, or an installed package with one.")
+    ],
+    text: Annotated[Path | None, typer.Option(help="What the model reads; default: a text of sqrtdk's own.")] = None,
+    compare: Annotated[
+        str | None, typer.Option(help="Another model, as an earlier checkpoint: what changed since?")
+    ] = None,
+    json: Json = False,
+    html: Annotated[Path | None, typer.Option(help="Also write a self-contained page into this file.")] = None,
+    fail_on: Annotated[
+        FailOn | None, typer.Option(help="Exit with 1 if a finding is at least as severe as this.")
+    ] = None,
+) -> None:
+    """What every head of a stored model does, the scale it really uses, and what is wrong. Runs no code of the model's,
+    reads no pickle, asks no network."""
+    from sqrtdk.audits import compare as compare_audits
+    from sqrtdk.checkpoints import find_checkpoint
+    from sqrtdk.report.files import require_directory
+
+    words = None if text is None else _read_text(text)
+    names = [model, *([] if compare is None else [compare])]
+    for name in names:
+        find_checkpoint(name)
+    if html is not None:
+        with naming("--html"):
+            require_directory(html)
+    for package in ("torch", "transformers"):
+        if importlib.util.find_spec(package) is None:
+            raise missing_extra(package, "hf")
+    with _working("loading torch and transformers") as bar:
+        from sqrtdk.torch.stored_audit import audit_stored
+
+        audits = [audit_stored(name, words, bar.show) for name in names]
+    own, comparison = audits[0], None if compare is None else compare_audits(*audits)
+    if html is not None:
+        from sqrtdk.report.audit_page import write_audit_page
+
+        print(f"page written to {write_audit_page(own, html, comparison, compare or '')}", file=sys.stderr)
+    if json:
+        from sqrtdk.terminal import write_json
+
+        write_json(own.as_json() | ({} if comparison is None else {"comparison": comparison.as_json()}))
+    else:
+        from sqrtdk.audit_terminal import print_audit
+
+        print_audit(own, comparison, compare or "")
+    severe = {None: (), FailOn.ERROR: ("error",), FailOn.WARNING: ("error", "warning")}[fail_on]
+    if own.worst in severe:
+        raise typer.Exit(1)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidValueError(f"--text must be a file with text in UTF-8, got {path} ({error})") from None
 
 
 @app.command(epilog="Example: sqrtdk draw runs.sqlite ablation.html --kind ablation")

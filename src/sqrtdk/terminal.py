@@ -30,14 +30,19 @@ def print_json(record: Record, *, curves: bool = True) -> None:
     content = record.as_json()
     if not curves:
         del content["curves"]
+    write_json(content)
+
+
+def write_json(content: Any) -> None:
+    """Write plain values as strict JSON to stdout."""
     # Whole before it is written, and in escapes where the encoding lacks a letter: never a part, never another text.
-    json_text = json.dumps(content, indent=2, ensure_ascii=not takes_everything(sys.stdout))
+    json_text = json.dumps(content, indent=2, allow_nan=False, ensure_ascii=not takes_everything(sys.stdout))
     sys.stdout.write(json_text + "\n")
 
 
 def print_record(record: Record, tables: dict[str, Sequence[str] | None]) -> None:
     """Print the named tables of a record, each with the named columns (None: all), and what they show."""
-    console = _stdout()
+    console = stdout_console()
     for name, columns in tables.items():
         print_table(record.tables[name], columns, console=console)
     for sentence in record.reading:
@@ -49,7 +54,7 @@ def print_table(rows: Sequence[Row], columns: Sequence[str] | None = None, *, co
 
     A table too wide for the terminal is printed in parts, each with the columns that name a row.
     """
-    console = console or _stdout()
+    console = console or stdout_console()
     if not rows:
         return
     rows, names = _join_intervals(rows, list(columns or rows[0]))
@@ -142,13 +147,14 @@ def markdown_table(rows: Sequence[Row], columns: Sequence[str]) -> str:
 
 def print_summary(records: Sequence[Record], page: Path) -> None:
     """Print the few lines that stand above a report: the verdicts, one sentence per record, where the page is."""
-    console = _stdout()
+    console = stdout_console()
     for record in records:
         console.print(f"[bold]{escape(record.kind):<12}[/]{escape(spell(record.headline))}", soft_wrap=True)
     console.print(f"[bold]{'page':<12}[/]{escape(str(page))}", soft_wrap=True)
 
 
-def _stdout() -> Console:
+def stdout_console() -> Console:
+    """A console on stdout as wide as the terminal, or as COLUMNS says."""
     # A pipe has no width of its own: COLUMNS decides, else what fits beside a text.
     piped = None if sys.stdout.isatty() else shutil.get_terminal_size((_PIPE_WIDTH, 24)).columns
     return Console(highlight=False, width=piped)

@@ -1,0 +1,99 @@
+"""Where a model's files are: a directory with config.json and safetensors, given by path or by an installed package."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from sqrtdk.errors import InvalidValueError
+
+__all__ = ["find_checkpoint"]
+
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_DEEPEST = 2
+"""How far below a package's own directory a model is looked for."""
+
+
+def find_checkpoint(name: str) -> Path:
+    """The directory of a model: `name` itself, or the one inside the installed package of that name.
+
+    No code of the package is run. The weights must be safetensors: pickled ones can run code when they are read.
+
+    Raises:
+        InvalidValueError: there is no such model, it has no configuration, or its weights are no safetensors.
+
+    >>> find_checkpoint("no-such-model")
+    Traceback (most recent call last):
+    ...
+    sqrtdk.errors.InvalidValueError: MODEL must be a directory or an installed package with config.json and safetensors,
+    got 'no-such-model', which is neither
+    """
+    path = Path(name)
+    if name and path.is_dir():
+        _require_model(path)
+        return path
+    expected = "MODEL must be a directory or an installed package with config.json and safetensors"
+    if path.is_file():
+        raise InvalidValueError(f"{expected}, got the file {name!r}")
+    roots = list(_find_package(name))
+    if not roots:
+        raise InvalidValueError(f"{expected}, got {name!r}, which is neither")
+    models = [directory for root in roots for directory in _find_models(root)]
+    if len(models) != 1:
+        listed = ", ".join(str(model) for model in models) or "no config.json"
+        raise InvalidValueError(f"{expected}, got the package {name!r}, in which there is {listed}")
+    _require_model(models[0])
+    return models[0]
+
+
+def _find_package(name: str) -> Iterator[Path]:
+    module = name.replace("-", "_")
+    # Of a dotted name the parents would be imported, that is, run.
+    if re.fullmatch(r"[A-Za-z_]\w*", module) is None:
+        return
+    try:
+        spec = importlib.util.find_spec(module)
+    except ValueError:  # a running module that is no package, as __main__
+        return
+    yield from map(Path, (spec.submodule_search_locations or ()) if spec is not None else ())
+
+
+def _find_models(root: Path, depth: int = 0) -> Iterator[Path]:
+    """Directories with a config.json; what lies inside of one belongs to it."""
+    if (root / "config.json").is_file():
+        yield root
+    elif depth < _DEEPEST:
+        for child in sorted(root.iterdir()):
+            if child.is_dir() and not child.name.startswith((".", "__")):
+                yield from _find_models(child, depth + 1)
+
+
+def _require_model(path: Path) -> None:
+    """Refuse a directory that cannot be loaded as a model, before anything heavy is imported."""
+    if (path / "adapter_config.json").is_file():
+        raise InvalidValueError(
+            f"MODEL must hold a whole model, got an adapter in {str(path)!r}; "
+            "merge it (PEFT's merge_and_unload) and save the result"
+        )
+    config = path / "config.json"
+    if not config.is_file():
+        raise InvalidValueError(
+            f"MODEL must be a directory with config.json and safetensors, got none in {str(path)!r}"
+        )
+    try:
+        content = json.loads(config.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InvalidValueError(f"config.json in {str(path)!r} must be JSON, got {error}") from None
+    if not isinstance(content, dict) or not content.get("model_type"):
+        raise InvalidValueError(f"config.json in {str(path)!r} must name a model_type, got none")
+    if not any(path.glob("*.safetensors")):
+        pickled = sorted(one.name for pattern in _PICKLED for one in path.glob(pattern))
+        if pickled:
+            raise InvalidValueError(
+                f"MODEL must have its weights as safetensors, got {pickled[0]}, a pickle, which can run any code when "
+                "it is read; where you trust it, load it in Python and save it with save_pretrained"
+            )
+        raise InvalidValueError(f"MODEL must have its weights as safetensors, got none in {str(path)!r}")

@@ -1,0 +1,1 @@
+"""Files that come with sqrtdk: the text that audits read, and dated records."""

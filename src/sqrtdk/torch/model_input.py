@@ -1,0 +1,175 @@
+"""What a model of transformers can be fed with: a text, else random tokens; noise for images and sounds."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from sqrtdk.errors import InvalidValueError
+
+__all__ = ["Feed", "propose_feeds"]
+
+LONGEST = 512
+"""Tokens per sequence, at most."""
+MOST_SEQUENCES = 8
+_SEED = 0
+_LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions", "n_ctx", "seq_length")
+_FRAMES = 320
+"""Frames of a sound, where the model leaves it open: enough rows to judge a head."""
+
+
+class Feed(NamedTuple):
+    """Keyword arguments for a model, and in words what they are."""
+
+    batch: dict[str, Tensor]
+    words: str
+
+
+def propose_feeds(model: Any, tokenizer: Any, text: str, name: str) -> Iterator[Feed]:
+    """What may fit a model of transformers, the likeliest first; the same every time.
+
+    Args:
+        model: the model; its class and configuration are asked what it takes.
+        tokenizer: its tokenizer; None: tokens are drawn at random.
+        text: what is tokenised, cut into sequences as long as the model takes, at most 8 of 512 tokens.
+        name: what the text is called.
+
+    Raises:
+        InvalidValueError: it takes something that cannot be made up.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    main = getattr(model, "main_input_name", "input_ids")
+    maker = _MAKERS.get(main)
+    if maker is not None and main not in parameters:
+        maker = None
+    if maker is None:
+        raise InvalidValueError(
+            f"sqrtdk audit can make up texts, images and sounds, but {type(model).__name__} takes {main!r}; "
+            "in Python, sqrtdk.torch.audit(model, batch) takes a batch of yours"
+        )
+    reader = _Reader(tokenizer, text, name)
+    first = maker(model, reader)
+    if main != "input_ids" and model.config.is_encoder_decoder:
+        words = reader.read(model)
+        starts = _shift(words.batch["input_ids"][:1], model.config)
+        first = Feed({**first.batch, "decoder_input_ids": starts}, f"{first.words}; {words.words} for the decoder")
+    yield first
+    for other in ("pixel_values", "input_ids"):
+        if other in parameters and other not in first.batch:
+            more = _MAKERS[other](model, reader)
+            size = min(len(next(iter(feed.batch.values()))) for feed in (first, more))
+            both = {key: value[:size] for key, value in {**first.batch, **more.batch}.items()}
+            yield Feed(both, f"{first.words}; {more.words}")
+
+
+class _Reader(NamedTuple):
+    tokenizer: Any
+    text: str
+    name: str
+
+    def read(self, model: Any) -> Feed:
+        """Tokens `[B, L]` for the model, with the mask that says that none of them is padding."""
+        limit = _count_positions(model, self.tokenizer)
+        if self.tokenizer is None:
+            ids, words = _draw_tokens(model, limit)
+        else:
+            ids, words = self._tokenise(limit)
+        return Feed({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, words)
+
+    def _tokenise(self, limit: int) -> tuple[Tensor, str]:
+        whole = len(self.tokenizer(self.text, verbose=False)["input_ids"])
+        if whole == 0:
+            raise InvalidValueError(f"{self.name} must hold some text, got none that the model's tokenizer knows")
+        cut = self.tokenizer(self.text, truncation=True, max_length=limit, return_overflowing_tokens=True)["input_ids"]
+        pieces = [cut] if isinstance(cut[0], int) else cut
+        # The last piece is shorter than the others; alone it is all there is.
+        pieces = [piece for piece in pieces if len(piece) == len(pieces[0])][:MOST_SEQUENCES]
+        ids = torch.tensor(pieces)
+        sequences = "" if len(pieces) == 1 else f" in {len(pieces)} sequences"
+        cut_off = "" if ids.numel() >= whole else f" of {whole}"
+        return ids, f"{self.name}, {ids.numel()}{cut_off} tokens{sequences}"
+
+
+def _draw_tokens(model: Any, limit: int) -> tuple[Tensor, str]:
+    config = model.config.get_text_config()
+    names = [name for name in vars(model.config) | vars(config) if name.endswith(("_token_id", "_token_index"))]
+    special = {getattr(one, name, None) for name in names for one in (model.config, config)}
+    plain = [token for token in range(config.vocab_size) if token not in special]
+    chosen = torch.randint(len(plain), (1, limit), generator=_generator())
+    words = f"{limit} random tokens of the vocabulary of {config.vocab_size} (the model has no tokenizer)"
+    return torch.tensor(plain)[chosen], words
+
+
+def _count_positions(model: Any, tokenizer: Any) -> int:
+    """How many tokens a sequence may have: what configuration, tokenizer and position embeddings allow."""
+    config = model.config.get_text_config()
+    limits = [LONGEST, *(getattr(config, name, None) for name in _LIMITS), getattr(tokenizer, "model_max_length", None)]
+    limit = min(int(one) for one in limits if isinstance(one, int | float) and 0 < one < math.inf)
+    for name, module in model.named_modules():
+        # Positions that are counted from behind the one of padding.
+        if isinstance(module, nn.Embedding) and "position" in name and module.padding_idx is not None:
+            limit = min(limit, module.num_embeddings - module.padding_idx - 1)
+    return limit
+
+
+def _feed_text(model: Any, reader: _Reader) -> Feed:
+    feed = reader.read(model)
+    if not model.config.is_encoder_decoder:
+        return feed
+    starts = _shift(feed.batch["input_ids"], model.config)
+    return Feed({**feed.batch, "decoder_input_ids": starts}, f"{feed.words}, for encoder and decoder")
+
+
+def _shift(ids: Tensor, config: Any) -> Tensor:
+    """The tokens that a decoder sees when it writes these: a start in front, the last one left out."""
+    named = (config.decoder_start_token_id, config.bos_token_id, config.pad_token_id)
+    start = next((one for one in named if isinstance(one, int)), 0)
+    return torch.cat([torch.full_like(ids[:, :1], start), ids[:, :-1]], dim=1)
+
+
+def _feed_image(model: Any, reader: _Reader) -> Feed:
+    config = getattr(model.config, "vision_config", None) or model.config
+    size = getattr(config, "image_size", None) or 224
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    pixels = _draw(model, 1, getattr(config, "num_channels", 3), height, width)
+    return Feed({"pixel_values": pixels}, f"noise in place of an image of {height} × {width}")
+
+
+def _feed_features(model: Any, reader: _Reader) -> Feed:
+    config = model.config
+    if hasattr(config, "num_mel_bins"):
+        # Two frames become one position, and the model takes no other number of them.
+        shape = (1, config.num_mel_bins, 2 * config.max_source_positions)
+    else:
+        shape = (1, 4 * _FRAMES, getattr(config, "input_feat_per_channel", 80))
+    return Feed({"input_features": _draw(model, *shape)}, "noise in place of a sound")
+
+
+def _feed_samples(model: Any, reader: _Reader) -> Feed:
+    config = model.config
+    if hasattr(config, "num_mel_bins") and hasattr(config, "max_length"):
+        values = _draw(model, 1, config.max_length, config.num_mel_bins)
+    else:
+        values = _draw(model, 1, _FRAMES * math.prod(getattr(config, "conv_stride", (320,))) + 400)
+    return Feed({"input_values": values}, "noise in place of a sound")
+
+
+def _draw(model: Any, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=_generator()).to(model.dtype)
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(_SEED)
+
+
+_MAKERS = {
+    "input_ids": _feed_text,
+    "pixel_values": _feed_image,
+    "input_features": _feed_features,
+    "input_values": _feed_samples,
+}

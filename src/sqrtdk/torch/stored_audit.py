@@ -1,0 +1,67 @@
+"""Auditing a model from its files: find it, load it, feed it, judge it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+from importlib import resources
+
+from sqrtdk.audits import Audit
+from sqrtdk.checkpoints import find_checkpoint
+from sqrtdk.errors import InvalidValueError
+from sqrtdk.torch.audit import audit
+from sqrtdk.torch.model_input import propose_feeds
+from sqrtdk.torch.stored_model import load_model
+
+__all__ = ["audit_stored"]
+
+_BUILT_IN = "the built-in text"
+
+
+def audit_stored(
+    name: str, text: str | None = None, on_step: Callable[[str, float], None] = lambda doing, share: None
+) -> Audit:
+    """Audit the model of a directory or of an installed package.
+
+    Args:
+        name: what `sqrtdk.checkpoints.find_checkpoint` finds.
+        text: what the model reads; None: a text that comes with sqrtdk. Models that read no text get noise, models
+            without a tokenizer random tokens; `about["input"]` says which.
+        on_step: called with what is going on and the share of it that is done.
+
+    Returns:
+        The audit, with `source`, `input` and `date` in `about`.
+
+    Raises:
+        InvalidValueError: there is no such model, it cannot be loaded, or nothing that can be made up fits it.
+        MissingExtraError: transformers is not installed.
+    """
+    path = find_checkpoint(name)
+    on_step(f"loading {name}", 0.1)
+    stored = load_model(path)
+    if text is not None and stored.tokenizer is None:
+        raise InvalidValueError(f"a text must be tokenised, but {name} has no tokenizer that transformers can load")
+    content = text if text is not None else (resources.files("sqrtdk.data") / "text.txt").read_text(encoding="utf-8")
+    if not content.strip():
+        raise InvalidValueError("the text must have some words, got none")
+    misfit: InvalidValueError | None = None
+    for feed in propose_feeds(stored.model, stored.tokenizer, content, _BUILT_IN if text is None else "the text"):
+        if text is not None and "input_ids" not in feed.batch and "decoder_input_ids" not in feed.batch:
+            continue
+        on_step(f"running {name} on {feed.words}", 0.5)
+        try:
+            audited = audit(stored.model, feed.batch)
+        except InvalidValueError as error:
+            misfit = misfit or error
+            continue
+        about = {
+            **audited.about,
+            "source": name,
+            "input": feed.words,
+            "date": datetime.now(UTC).date().isoformat(),
+            "notes": [*audited.about["notes"], *stored.notes],
+        }
+        return replace(audited, about=about)
+    kind = type(stored.model).__name__
+    raise misfit or InvalidValueError(f"a text is for models that read, but {name} ({kind}) takes none")
