@@ -125,12 +125,16 @@ def _print_comparison(comparison: Comparison, console: Console) -> None:
             "layer": _clean(change.layer or "(the model)"),
             "head": change.head,
             "pattern": f"{change.pattern_before} → {change.pattern}" if change.has_new_pattern else change.pattern,
-            "entropy_ratio_change": change.entropy_ratio_change,
-            "saturation_index_change": change.saturation_index_change,
-            "max_logit_change": change.max_logit_change,
+            **{
+                name: "-" if number is None else f"{number:+.3f}"
+                for name, number in (
+                    ("entropy_ratio", change.entropy_ratio_change),
+                    ("saturation_index", change.saturation_index_change),
+                    ("largest logit", change.max_logit_change),
+                )
+            },
         }
-        for change in comparison.changes[:_MOST_CHANGES]
-        if change.has_new_pattern or change.entropy_ratio_change
+        for change in comparison.changed[:_MOST_CHANGES]
     ]
     print_table(rows, console=console)
     _print_sentences(comparison.reading, console)

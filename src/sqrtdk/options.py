@@ -64,11 +64,14 @@ def name_options(message: str, options: Iterable[str]) -> str:
     'each of --d-k must be at least 1, got 0'
     >>> name_options("n·d_k must not exceed 8, got 9", ["--n", "--d-k"])
     '--n times --d-k must not exceed 8, got 9'
+    >>> name_options("the model cannot read the text: sizes must match", ["--text"])
+    'the model cannot read the text: sizes must match'
     >>> name_options("unknown task 'recal'; known: recall, text", [])
     "--task: unknown task 'recal'; known: recall, text"
     """
     subject, must, rest = message.partition(" must ")
-    if must:
+    # After a colon it is somebody else's message that is quoted.
+    if must and ":" not in subject:
         named = {option.lstrip("-").replace("-", "_"): option for option in options} | _ARGUMENTS
         subject = re.sub(r"(?<![-\w])[a-z_]+", lambda word: named.get(word[0], word[0]), subject)
         return subject.replace("·", " times ") + must + rest.replace("multiple of heads", "multiple of --heads")

@@ -14,6 +14,8 @@ from sqrtdk.findings import Finding
 
 __all__ = ["Change", "Comparison", "compare"]
 
+VISIBLE_CHANGE = 0.005
+"""A head whose mean entropy ratio changed by less, and whose pattern is the same, is not shown as changed."""
 _COMPARED = ("saturation_index", "entropy_ratio", "max_weight", "max_logit")
 
 
@@ -58,11 +60,21 @@ class Comparison:
     scale_changes: Sequence[tuple[str, str, str]]
 
     @property
+    def changed(self) -> list[Change]:
+        """The heads with another pattern, or a mean entropy ratio that differs by at least 0.005."""
+        return [
+            one for one in self.changes if one.has_new_pattern or abs(one.entropy_ratio_change or 0.0) >= VISIBLE_CHANGE
+        ]
+
+    @property
     def reading(self) -> list[str]:
         """What changed, in sentences made from the numbers."""
         patterns = sum(change.has_new_pattern for change in self.changes)
         moved = [abs(one.entropy_ratio_change) for one in self.changes if one.entropy_ratio_change is not None]
-        lines = [f"Compared: {count(len(self.changes), 'head')}, {patterns} with another pattern."]
+        lines = [
+            f"Compared: {count(len(self.changes), 'head')}, of which {len(self.changed)} changed visibly, "
+            f"{patterns} to another pattern."
+        ]
         if moved:
             lines.append(f"The mean entropy ratio of a head changed by up to {max(moved):.3g}.")
         lines += [f"The scale of {path} was {before} and is {now}." for path, before, now in self.scale_changes]
@@ -91,7 +103,7 @@ def compare(now: Audit, before: Audit) -> Comparison:
 
     >>> empty = Audit((), (), (), 0, (), "unknown")
     >>> compare(empty, empty).reading
-    ['Compared: 0 heads, 0 with another pattern.', 'Findings: 0 new, 0 gone.']
+    ['Compared: 0 heads, of which 0 changed visibly, 0 to another pattern.', 'Findings: 0 new, 0 gone.']
 
     Raises:
         InvalidTypeError: for anything but audits.

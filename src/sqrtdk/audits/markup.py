@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -13,9 +14,11 @@ if TYPE_CHECKING:
     from sqrtdk.audits.comparison import Comparison
     from sqrtdk.audits.record import Audit, AuditedHead, AuditedScale
 
-__all__ = ["render_audit", "render_comparison"]
+__all__ = ["render_audit", "render_comparison", "render_heads"]
 
 _MOST_CHANGES = 24
+# A longer table is folded away.
+_MOST_OPEN = 12
 # Half-transparent colours stand on light and on dark pages; words repeat what they say.
 _HEAT = "31,131,201"
 _SEVERITY_COLOURS = {"error": "208,52,44", "warning": "176,122,0", "info": "123,131,144"}
@@ -23,16 +26,20 @@ _STYLE = """<style>
 .sqrtdk-audit{font-variant-numeric:tabular-nums}
 .sqrtdk-audit .wide{overflow-x:auto;margin:.6em 0}
 .sqrtdk-audit table{border-collapse:separate;border-spacing:2px;width:auto;font-size:.87em;line-height:1.3}
-.sqrtdk-audit th{font-weight:600;text-align:right;white-space:nowrap;border:0;padding:.15em .5em}
+.sqrtdk-audit th{font-weight:600;text-align:right;vertical-align:middle;white-space:nowrap;border:0;padding:.15em .5em}
 .sqrtdk-audit th.path{font-weight:400;text-align:left}
 .sqrtdk-audit td{border:0;padding:.2em .45em;text-align:right;vertical-align:middle;white-space:nowrap}
 .sqrtdk-audit td.words,.sqrtdk-audit th.words{text-align:left}
-.sqrtdk-audit .heat td{min-width:3.6em;text-align:center;border-radius:3px}
-.sqrtdk-audit .heat small{display:block;font-size:.82em;opacity:.8}
+.sqrtdk-audit .heat td,.sqrtdk-audit .heat .head{min-width:3.6em;text-align:center}
+.sqrtdk-audit .heat td{border-radius:3px}
+.sqrtdk-audit .heat small{display:block;font-size:.82em;opacity:.8;white-space:normal;max-width:6em;margin:auto}
 .sqrtdk-audit .finding{border-left:4px solid;border-radius:3px;padding:.35em .8em;margin:.5em 0}
 .sqrtdk-audit .finding p{margin:.15em 0;max-width:none}
 .sqrtdk-audit .soft{opacity:.75;font-size:.9em;overflow-wrap:anywhere}
 .sqrtdk-audit .name{overflow-wrap:anywhere}
+.sqrtdk-audit ul{padding-left:1.2em}
+@media (max-width:620px){.sqrtdk-audit th.path,.sqrtdk-audit td.path{min-width:7em;white-space:normal;
+overflow-wrap:anywhere;font-size:.85em}}
 </style>"""
 
 
@@ -70,7 +77,9 @@ def _render_finding(finding: Finding) -> str:
 def _write(value: object) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(map(_write, value[:8])) + (", …]" if len(value) > 8 else "]")
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if value is None:
+        return "–"
+    return f"{value:.4g}".replace("-", "−") if isinstance(value, float) else str(value)
 
 
 def _render_heat(audit: Audit) -> str:
@@ -78,7 +87,7 @@ def _render_heat(audit: Audit) -> str:
         return ""
     layers = audit.layers
     most = max(len(heads) for heads in layers.values())
-    head = "".join(f"<th>{number}</th>" for number in range(most))
+    head = "".join(f'<th class="head">{number}</th>' for number in range(most))
     rows = "".join(
         f'<tr><th>{heads[0].layer_index}</th><th class="path">{escape(path or "(the model)")}</th>'
         + "".join(map(_render_cell, heads))
@@ -86,12 +95,13 @@ def _render_heat(audit: Audit) -> str:
         for path, heads in layers.items()
     )
     caption = "Mean entropy ratio H/ln n and pattern of each head; the stronger the colour, the sharper its weights."
-    return _render_wide(caption, f'<tr><th></th><th class="path">layer</th>{head}</tr>{rows}', "heat")
+    return _render_wide(caption, f'<tr><th></th><th class="path">layer / head</th>{head}</tr>{rows}', "heat")
 
 
 def _render_wide(caption: str, rows: str, kind: str = "") -> str:
     """A table that scrolls by itself where the page is narrow."""
-    return f'<p>{escape(caption)}</p><div class="wide" tabindex="0"><table class="{kind}">{rows}</table></div>'
+    above = f"<p>{escape(caption)}</p>" if caption else ""
+    return f'{above}<div class="wide" tabindex="0"><table class="{kind}">{rows}</table></div>'
 
 
 def _render_cell(head: AuditedHead) -> str:
@@ -112,8 +122,7 @@ def _render_scales(scales: Sequence[AuditedScale]) -> str:
     if not scales:
         return ""
     names = ("layer", "dₖ", "measured", "is", "declared", "at the call", "before the call", "remarks")
-    words = {"layer", "is", "remarks"}
-    head = "".join(f"<th{_class(name in words)}>{name}</th>" for name in ("", *names))
+    head = "".join(f"<th{_class(name)}>{name}</th>" for name in ("", *names))
     rows = []
     for one in scales:
         remarks = [
@@ -128,38 +137,56 @@ def _render_scales(scales: Sequence[AuditedScale]) -> str:
         rows.append(
             f"<tr><th>{one.layer_index}</th>"
             + "".join(
-                f"<td{_class(name in words)}>{escape(cell)}</td>"
+                f"<td{_class(name)}>{escape(cell)}</td>"
                 for name, cell in zip(names, (*cells, "; ".join(remarks)), strict=True)
             )
             + "</tr>"
         )
-    return _render_wide("The scale of each layer.", f"<tr>{head}</tr>{''.join(rows)}")
+    table = _render_wide("", f"<tr>{head}</tr>{''.join(rows)}")
+    state = " open" if len(rows) <= _MOST_OPEN else ""
+    return f"<details{state}><summary>The scale of each layer</summary>{table}</details>"
 
 
-def _class(is_text: bool) -> str:
-    return ' class="words"' if is_text else ""
+def _class(column: str) -> str:
+    kind = "words path" if column == "layer" else "words" if column in ("is", "pattern", "remarks") else ""
+    return f' class="{kind}"' if kind else ""
+
+
+def render_heads(heads: Sequence[AuditedHead]) -> str:
+    """Every number of every head in one table."""
+    names = [item.name for item in fields(heads[0])] if heads else []
+    columns = [name for name in names if name != "layer_index"]
+    head = "".join(f"<th{_class(name)}>{escape(name.replace('_', ' '))}</th>" for name in columns)
+    rows = "".join(
+        "<tr>" + "".join(f"<td{_class(name)}>{escape(_write(getattr(one, name)))}</td>" for name in columns) + "</tr>"
+        for one in heads
+    )
+    return _render_wide(
+        "Largest weight, entropy ratio, saturation index and effective keys are means over rows.",
+        f"<tr>{head}</tr>{rows}",
+    )
 
 
 def render_comparison(comparison: Comparison) -> str:
     """What changed against another audit: sentences, the heads that changed most, findings new and gone."""
     sentences = "".join(f"<li>{escape(line)}</li>" for line in comparison.reading)
     rows = []
-    for change in comparison.changes[:_MOST_CHANGES]:
+    for change in comparison.changed[:_MOST_CHANGES]:
         pattern = f"{change.pattern_before} → {change.pattern}" if change.has_new_pattern else change.pattern
         numbers = [
             "–" if number is None else f"{number:+.3f}".replace("-", "−")
             for number in (change.entropy_ratio_change, change.saturation_index_change, change.max_logit_change)
         ]
         rows.append(
-            f'<tr><td class="words">{escape(change.layer or "(the model)")}</td><td>{change.head}</td>'
+            f'<tr><td class="words path">{escape(change.layer or "(the model)")}</td><td>{change.head}</td>'
             f'<td class="words">{escape(pattern)}</td>' + "".join(f"<td>{number}</td>" for number in numbers) + "</tr>"
         )
     head = "".join(
-        f"<th{_class(name in ('layer', 'pattern'))}>{name}</th>"
+        f"<th{_class(name)}>{name}</th>"
         for name in ("layer", "head", "pattern", "entropy ratio", "saturation index", "largest logit")
     )
-    left_out = f" ({_MOST_CHANGES} of {len(comparison.changes)})" if len(comparison.changes) > _MOST_CHANGES else ""
-    caption = f"The heads that changed most{left_out}: now less before."
+    left_out = f" ({_MOST_CHANGES} of {len(comparison.changed)})" if len(comparison.changed) > _MOST_CHANGES else ""
+    caption = f"The heads that changed most{left_out}: how much more or less than before."
     table = _render_wide(caption, f"<tr>{head}</tr>{''.join(rows)}") if rows else ""
     boxes = "".join(
         f"<p><b>{words}</b></p>{render_findings(findings)}"

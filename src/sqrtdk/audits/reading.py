@@ -31,7 +31,7 @@ def describe_patterns(counts: Counter[str]) -> list[str]:
     if unknown:
         lines.append(
             f"Not enough data for the pattern of {count(unknown, 'head')}: it takes {ENOUGH_ROWS} rows "
-            f"that see at least {ENOUGH_KEYS} keys."
+            f"with finite logits that see at least {ENOUGH_KEYS} keys."
         )
     return lines
 

@@ -7,7 +7,8 @@ from importlib import resources
 from pathlib import Path
 
 from sqrtdk.audits import Audit, Comparison
-from sqrtdk.audits.markup import render_audit, render_comparison
+from sqrtdk.audits.markup import render_audit, render_comparison, render_heads
+from sqrtdk.display import count
 from sqrtdk.report.files import write_whole
 
 __all__ = ["render_audit_page", "write_audit_page"]
@@ -42,12 +43,18 @@ def render_audit_page(audit: Audit, comparison: Comparison | None = None, other:
         if comparison is not None
         else ""
     )
+    numbers = (
+        f'<details class="sqrtdk-audit"><summary>All numbers of {count(len(audit.heads), "head")}</summary>'
+        f"{render_heads(audit.heads)}</details>"
+        if audit.heads
+        else ""
+    )
     return (
         "<!doctype html>\n"
         f'<html lang="en"><head><meta charset="utf-8"><title>Audit of {escape(name)}</title>\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
         f"<style>{style}</style></head>\n"
-        f"<body><main><h1>Audit of {escape(name)}</h1>\n{render_audit(audit)}\n{compared}"
+        f"<body><main><h1>Audit of {escape(name)}</h1>\n{render_audit(audit)}\n{numbers}{compared}"
         f'<section id="making"><h2>How it was made</h2><p class="asks">{lines}</p></section></main></body></html>\n'
     )

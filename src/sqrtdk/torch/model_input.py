@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from sqrtdk.display import count
 from sqrtdk.errors import InvalidValueError
 
 __all__ = ["Feed", "propose_feeds"]
@@ -28,6 +29,10 @@ class Feed(NamedTuple):
 
     batch: dict[str, Tensor]
     words: str
+
+
+_Maker = Callable[[Any, "_Reader", int], Feed]
+"""Makes input for a model out of a text and its tokenizer, of so many sequences at most."""
 
 
 def propose_feeds(model: Any, tokenizer: Any, text: str, name: str) -> Iterator[Feed]:
@@ -53,56 +58,75 @@ def propose_feeds(model: Any, tokenizer: Any, text: str, name: str) -> Iterator[
             "in Python, sqrtdk.torch.audit(model, batch) takes a batch of yours"
         )
     reader = _Reader(tokenizer, text, name)
-    first = maker(model, reader)
-    if main != "input_ids" and model.config.is_encoder_decoder:
-        words = reader.read(model)
-        starts = _shift(words.batch["input_ids"][:1], model.config)
-        first = Feed({**first.batch, "decoder_input_ids": starts}, f"{first.words}; {words.words} for the decoder")
+    first = maker(model, reader, MOST_SEQUENCES)
+    if main != "input_ids" and _has_decoder(model):
+        maker = _with_decoder(maker)
+        first = maker(model, reader, 1)
     yield first
     for other in ("pixel_values", "input_ids"):
         if other in parameters and other not in first.batch:
-            more = _MAKERS[other](model, reader)
-            size = min(len(next(iter(feed.batch.values()))) for feed in (first, more))
-            both = {key: value[:size] for key, value in {**first.batch, **more.batch}.items()}
-            yield Feed(both, f"{first.words}; {more.words}")
+            more = _MAKERS[other](model, reader, MOST_SEQUENCES)
+            size = min(len(value) for value in (*first.batch.values(), *more.batch.values()))
+            one, two = maker(model, reader, size), _MAKERS[other](model, reader, size)
+            yield Feed({**one.batch, **two.batch}, f"{one.words}; {two.words}")
+
+
+def _with_decoder(maker: _Maker) -> _Maker:
+    def make(model: Any, reader: _Reader, most: int) -> Feed:
+        feed, written = maker(model, reader, most), reader.read(model, most)
+        starts = _shift(written.batch["input_ids"], model.config)
+        return Feed({**feed.batch, "decoder_input_ids": starts}, f"{feed.words}; {written.words} for the decoder")
+
+    return make
 
 
 class _Reader(NamedTuple):
+    """What is read: a text, and the tokenizer that reads it."""
+
     tokenizer: Any
     text: str
     name: str
 
-    def read(self, model: Any) -> Feed:
+    def read(self, model: Any, most: int) -> Feed:
         """Tokens `[B, L]` for the model, with the mask that says that none of them is padding."""
         limit = _count_positions(model, self.tokenizer)
         if self.tokenizer is None:
-            ids, words = _draw_tokens(model, limit)
+            ids, words = _draw_tokens(model, limit, most)
         else:
-            ids, words = self._tokenise(limit)
+            ids, words = self._tokenise(limit, most)
         return Feed({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, words)
 
-    def _tokenise(self, limit: int) -> tuple[Tensor, str]:
+    def _tokenise(self, limit: int, most: int) -> tuple[Tensor, str]:
         whole = len(self.tokenizer(self.text, verbose=False)["input_ids"])
         if whole == 0:
-            raise InvalidValueError(f"{self.name} must hold some text, got none that the model's tokenizer knows")
+            raise InvalidValueError(f"in {self.name} there is nothing that the model's tokenizer knows")
         cut = self.tokenizer(self.text, truncation=True, max_length=limit, return_overflowing_tokens=True)["input_ids"]
         pieces = [cut] if isinstance(cut[0], int) else cut
         # The last piece is shorter than the others; alone it is all there is.
-        pieces = [piece for piece in pieces if len(piece) == len(pieces[0])][:MOST_SEQUENCES]
+        pieces = [piece for piece in pieces if len(piece) == len(pieces[0])][:most]
         ids = torch.tensor(pieces)
         sequences = "" if len(pieces) == 1 else f" in {len(pieces)} sequences"
         cut_off = "" if ids.numel() >= whole else f" of {whole}"
         return ids, f"{self.name}, {ids.numel()}{cut_off} tokens{sequences}"
 
 
-def _draw_tokens(model: Any, limit: int) -> tuple[Tensor, str]:
+def _draw_tokens(model: Any, limit: int, most: int) -> tuple[Tensor, str]:
     config = model.config.get_text_config()
+    if not isinstance(getattr(config, "vocab_size", None), int):
+        raise InvalidValueError(f"{type(model).__name__} has no tokenizer and names no vocab_size to draw tokens from")
     names = [name for name in vars(model.config) | vars(config) if name.endswith(("_token_id", "_token_index"))]
     special = {getattr(one, name, None) for name in names for one in (model.config, config)}
     plain = [token for token in range(config.vocab_size) if token not in special]
-    chosen = torch.randint(len(plain), (1, limit), generator=_generator())
-    words = f"{limit} random tokens of the vocabulary of {config.vocab_size} (the model has no tokenizer)"
+    sequences = _count_sequences(limit, most)
+    chosen = torch.randint(len(plain), (sequences, limit), generator=_generator())
+    split = "" if sequences == 1 else f" in {sequences} sequences"
+    words = f"{chosen.numel()} random tokens{split}, of a vocabulary of {config.vocab_size} (there is no tokenizer)"
     return torch.tensor(plain)[chosen], words
+
+
+def _count_sequences(length: int, most: int) -> int:
+    """How many short sequences together are as long as a long one."""
+    return min(math.ceil(LONGEST / length), most)
 
 
 def _count_positions(model: Any, tokenizer: Any) -> int:
@@ -117,30 +141,36 @@ def _count_positions(model: Any, tokenizer: Any) -> int:
     return limit
 
 
-def _feed_text(model: Any, reader: _Reader) -> Feed:
-    feed = reader.read(model)
-    if not model.config.is_encoder_decoder:
+def _feed_text(model: Any, reader: _Reader, most: int) -> Feed:
+    feed = reader.read(model, most)
+    if not _has_decoder(model):
         return feed
     starts = _shift(feed.batch["input_ids"], model.config)
     return Feed({**feed.batch, "decoder_input_ids": starts}, f"{feed.words}, for encoder and decoder")
 
 
+def _has_decoder(model: Any) -> bool:
+    return bool(getattr(model.config, "is_encoder_decoder", False))
+
+
 def _shift(ids: Tensor, config: Any) -> Tensor:
     """The tokens that a decoder sees when it writes these: a start in front, the last one left out."""
-    named = (config.decoder_start_token_id, config.bos_token_id, config.pad_token_id)
+    named = (getattr(config, name, None) for name in ("decoder_start_token_id", "bos_token_id", "pad_token_id"))
     start = next((one for one in named if isinstance(one, int)), 0)
     return torch.cat([torch.full_like(ids[:, :1], start), ids[:, :-1]], dim=1)
 
 
-def _feed_image(model: Any, reader: _Reader) -> Feed:
+def _feed_image(model: Any, reader: _Reader, most: int) -> Feed:
     config = getattr(model.config, "vision_config", None) or model.config
     size = getattr(config, "image_size", None) or 224
     height, width = size if isinstance(size, list | tuple) else (size, size)
-    pixels = _draw(model, 1, getattr(config, "num_channels", 3), height, width)
-    return Feed({"pixel_values": pixels}, f"noise in place of an image of {height} × {width}")
+    patch = getattr(config, "patch_size", None)
+    images = _count_sequences(max(height // patch * (width // patch), 1), most) if isinstance(patch, int) else 1
+    pixels = _draw(model, images, getattr(config, "num_channels", 3), height, width)
+    return Feed({"pixel_values": pixels}, f"noise in place of {count(images, 'image')} of {height} × {width}")
 
 
-def _feed_features(model: Any, reader: _Reader) -> Feed:
+def _feed_features(model: Any, reader: _Reader, most: int) -> Feed:
     config = model.config
     if hasattr(config, "num_mel_bins"):
         # Two frames become one position, and the model takes no other number of them.
@@ -150,7 +180,7 @@ def _feed_features(model: Any, reader: _Reader) -> Feed:
     return Feed({"input_features": _draw(model, *shape)}, "noise in place of a sound")
 
 
-def _feed_samples(model: Any, reader: _Reader) -> Feed:
+def _feed_samples(model: Any, reader: _Reader, most: int) -> Feed:
     config = model.config
     if hasattr(config, "num_mel_bins") and hasattr(config, "max_length"):
         values = _draw(model, 1, config.max_length, config.num_mel_bins)
@@ -167,7 +197,7 @@ def _generator() -> torch.Generator:
     return torch.Generator().manual_seed(_SEED)
 
 
-_MAKERS = {
+_MAKERS: dict[str, _Maker] = {
     "input_ids": _feed_text,
     "pixel_values": _feed_image,
     "input_features": _feed_features,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
-from importlib import resources
+from importlib import metadata, resources
 
 from sqrtdk.audits import Audit
 from sqrtdk.checkpoints import find_checkpoint
@@ -17,6 +17,7 @@ from sqrtdk.torch.stored_model import load_model
 __all__ = ["audit_stored"]
 
 _BUILT_IN = "the built-in text"
+_LONGEST_REASON = 300
 
 
 def audit_stored(
@@ -41,10 +42,11 @@ def audit_stored(
     on_step(f"loading {name}", 0.1)
     stored = load_model(path)
     if text is not None and stored.tokenizer is None:
-        raise InvalidValueError(f"a text must be tokenised, but {name} has no tokenizer that transformers can load")
+        raise InvalidValueError(f"{name} has no tokenizer that could read a text; without one it gets random tokens")
     content = text if text is not None else (resources.files("sqrtdk.data") / "text.txt").read_text(encoding="utf-8")
     if not content.strip():
-        raise InvalidValueError("the text must have some words, got none")
+        raise InvalidValueError("there are no words in the text")
+    kind = type(stored.model).__name__
     misfit: InvalidValueError | None = None
     for feed in propose_feeds(stored.model, stored.tokenizer, content, _BUILT_IN if text is None else "the text"):
         if text is not None and "input_ids" not in feed.batch and "decoder_input_ids" not in feed.batch:
@@ -53,15 +55,21 @@ def audit_stored(
         try:
             audited = audit(stored.model, feed.batch)
         except InvalidValueError as error:
-            misfit = misfit or error
+            if error.__cause__ is None:
+                raise
+            reason = f"{type(error.__cause__).__name__}: {' '.join(str(error.__cause__).split())[:_LONGEST_REASON]}"
+            misfit = misfit or InvalidValueError(
+                f"{name} cannot be run on {feed.words}: {kind} raised {reason}; "
+                "in Python, sqrtdk.torch.audit(model, batch) takes a batch of yours"
+            )
             continue
         about = {
             **audited.about,
             "source": name,
+            "versions": {**audited.about["versions"], "transformers": metadata.version("transformers")},
             "input": feed.words,
             "date": datetime.now(UTC).date().isoformat(),
             "notes": [*audited.about["notes"], *stored.notes],
         }
         return replace(audited, about=about)
-    kind = type(stored.model).__name__
     raise misfit or InvalidValueError(f"a text is for models that read, but {name} ({kind}) takes none")

@@ -18,6 +18,15 @@ _OFFLINE = {"local_files_only": True, "trust_remote_code": False}
 _MOST_MISSING = 0.5
 """A model of which more of the tensors are not in the checkpoint is not the checkpoint's."""
 _LONGEST_REASON = 300
+_TOKENIZER_FILES = (
+    "tokenizer_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.txt",
+    "vocab.json",
+    "spiece.model",
+)
+_PROBE = "the quick brown fox"
 
 
 class StoredModel(NamedTuple):
@@ -48,11 +57,20 @@ def load_model(path: Path) -> StoredModel:
             )
         except Exception as error:  # whatever is wrong with files that somebody else wrote
             raise InvalidValueError(f"MODEL could not be loaded from {str(path)!r}: {_first_words(error)}") from error
-        try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(path, **_OFFLINE)
-        except Exception:  # there is none, or one for another version
-            tokenizer = None
+        tokenizer = _load_tokenizer(transformers, path)
     return StoredModel(model, tokenizer, _judge_loading(model, info, path))
+
+
+def _load_tokenizer(transformers: Any, path: Path) -> Any:
+    """The tokenizer of the directory; None if there is none, or none that this version of transformers can load."""
+    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
+        return None  # else transformers makes an empty one up
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, **_OFFLINE)
+        ids = tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
+    except Exception:  # whatever is wrong with files that somebody else wrote
+        return None
+    return tokenizer if len(set(ids)) > 1 else None
 
 
 def _choose_class(transformers: Any, config: Any) -> Any:
