@@ -49,6 +49,7 @@ def test_the_surface_is_pinned():
 
 
 SUBMODULES = {
+    "audits": {"SHIPPED", "Audit", "AuditedHead", "AuditedScale", "Comparison", "compare", "read_shipped"},
     "backends": {"REFERENCE", "Backend", "current", "inspect", "list", "threads", "use", "use_threads"},
     "diagnosis": {"Finding", "Threshold", "diagnose", "pattern_of", "patterns"},
     "errors": {

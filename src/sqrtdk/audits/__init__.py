@@ -2,5 +2,6 @@
 
 from sqrtdk.audits.comparison import Comparison, compare
 from sqrtdk.audits.record import Audit, AuditedHead, AuditedScale
+from sqrtdk.audits.shipped import SHIPPED, read_shipped
 
-__all__ = ["Audit", "AuditedHead", "AuditedScale", "Comparison", "compare"]
+__all__ = ["SHIPPED", "Audit", "AuditedHead", "AuditedScale", "Comparison", "compare", "read_shipped"]

@@ -32,6 +32,7 @@ def render_audit_page(audit: Audit, comparison: Comparison | None = None, other:
     about = audit.about
     name = str(about.get("source", about.get("model", "a model")))
     made = [
+        ("command", about.get("command", "")),
         ("input", about.get("input", about.get("batch", ""))),
         ("date", about.get("date", "")),
         ("versions", ", ".join(f"{package} {version}" for package, version in about.get("versions", {}).items())),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -66,6 +67,7 @@ def audit_stored(
         about = {
             **audited.about,
             "source": name,
+            "command": f"sqrtdk audit {shlex.quote(name)}{'' if text is None else ' --text FILE'}",
             "versions": {**audited.about["versions"], "transformers": metadata.version("transformers")},
             "input": feed.words,
             "date": datetime.now(UTC).date().isoformat(),
