@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import typer
 
+from sqrtdk.audit_terminal import print_audit
+from sqrtdk.audits import read_shipped
 from sqrtdk.claims import list_claims
 from sqrtdk.claims.published_models import PUBLISHED
 from sqrtdk.cli import app
@@ -54,8 +56,8 @@ COMMANDS = [
     for line in block.text.splitlines()
     if line.startswith("$ ")
 ]
-# These train models or measure for minutes.
-SLOW_COMMANDS = ("sqrtdk claims", "sqrtdk ablate", "sqrtdk report", "sqrtdk bench")
+# These train models, measure for minutes, or take a model.
+SLOW_COMMANDS = ("sqrtdk claims", "sqrtdk ablate", "sqrtdk report", "sqrtdk bench", "sqrtdk audit")
 
 
 def run_in_order(blocks, folder):
@@ -118,6 +120,25 @@ def test_no_block_is_left_out():
             assert "sqrtdk " not in block.text.replace("pip install", ""), str(block)
     for page in PAGES:
         assert not re.search(r"^    (\$ )?sqrtdk ", page.read_text(encoding="utf-8"), re.MULTILINE), page
+
+
+def test_the_page_about_diagnosis_shows_what_the_audit_of_minilm_prints(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    minilm = read_shipped("minilm")
+    print_audit(minilm)
+    page = (ROOT / "docs" / "diagnose.md").read_text(encoding="utf-8")
+    assert f"$ {minilm.about['command']}\n{capsys.readouterr().out}```" in page
+    sharpest = min(minilm.heads, key=lambda head: head.entropy_ratio)
+    sinks = [head.layer_index for head in minilm.heads if head.pattern == "sink"]
+    broad = [head.layer_index for head in minilm.heads if head.pattern == "broad"]
+    assert (0 in sinks, set(broad)) == (False, {0})
+    for told in (
+        f"Head {sharpest.head} of layer {sharpest.layer_index} puts {sharpest.max_weight:.0%} of its weight on one key",
+        f"(entropy ratio {sharpest.entropy_ratio:.3f}, largest logit {sharpest.max_logit:.1f}, saturation index "
+        f"{sharpest.saturation_index:.2f}). In {sharpest.offset_share:.0%} of rows",
+        f"{len(sinks)} of {len(minilm.heads)} heads are sinks, none of them in layer 0; {len(broad)} are broad",
+    ):
+        assert told in " ".join(page.split())
 
 
 def readme(pattern):
