@@ -151,6 +151,14 @@ def test_a_dtype_may_be_named_as_torch_prints_it(dtype):
     assert rules(diagnose(set_head(score_max=300.0), dtype=dtype)) == [("score-rounding", "warning")]
 
 
+def test_a_dtype_may_differ_between_layers():
+    layers = {name: set_head(score_max=300.0) for name in ("h.0", "h.1", "h.2")}
+    findings = diagnose(layers, dtype={"h.0": "float32", "h.1": "bfloat16", "h.2": None})
+    assert [(one.rule, one.layer, one.layer_index) for one in findings] == [("score-rounding", "h.1", 1)]
+    with pytest.raises(SqrtdkError, match=r"dtype must name layers of summaries, got 'h\.9'"):
+        diagnose(layers, dtype={"h.9": "float32"})
+
+
 def dead_head(alive, *, rows=400, short=0, **options):
     """Of `rows` rows with 64 keys `alive` have 1 − Σp² = 0.01, the others less; `short` more rows see one key."""
     trace = np.where(np.arange(rows + short) < alive, 0.0101, 0.0099)

@@ -76,6 +76,13 @@ def test_the_tolerance_from_both_sides(dtype, tolerance):
         assert len(judge(layer(0.125 * (1 - 1.01 * tolerance), **known), dtype=dtype)) == 1
 
 
+def test_a_layer_with_a_dtype_of_its_own_is_judged_by_that_one():
+    near = 0.125 * (1 + 2.0**-8)
+    records = [layer(near, path="h.0", dtype="bfloat16"), layer(near, path="h.1", dtype="float32")]
+    (finding,) = judge(*records, dtype="bfloat16")
+    assert (finding.layer, finding.threshold.value) == ("h.1", SCALE_TOLERANCE)
+
+
 def test_with_normalised_q_and_k_another_scale_is_information():
     records = [layer(10.0 + at, path=f"h.{at}", normalised=True) for at in range(3)]
     findings = judge(*records)

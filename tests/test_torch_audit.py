@@ -102,6 +102,20 @@ def test_a_scale_applied_twice_in_one_layer_is_found_there(batch, fused):
     assert {one.layer_index for one in audited.findings} == {1}
 
 
+def test_a_scale_on_the_mask_is_found(batch):
+    class OnMask(Attention):
+        def forward(self, x):
+            q, k, v = self.project(x).chunk(3, dim=-1)
+            bias = torch.linspace(-1.0, 0.0, x.shape[1])
+            return torch.softmax((q @ k.transpose(-1, -2) + bias) * WIDTH**-0.5, dim=-1) @ v
+
+    torch.manual_seed(0)
+    audited = audit(Blocks(OnMask()), batch)
+    assert rules(audited) == [("scale-on-mask", "warning", "h.0")]
+    assert audited.scale[0].on_the_mask == pytest.approx(WIDTH**-0.5)
+    assert audited.scale[0].difference < 1e-5
+
+
 def test_a_declared_scale_is_what_counts(batch):
     """A configuration declares: as declared raises nothing, 1/√dₖ in its place is an error."""
 

@@ -364,4 +364,31 @@ def test_records_go_into_json():
         "reason": None,
         "on_the_mask": None,
         "difference": None,
+        "dtype": "float32",
+        "logits_dtype": "float32",
     }
+
+
+class Plain(ByHand):
+    """Attention by hand; q and k are cast before their product if `wide` says so."""
+
+    def __init__(self, wide=None):
+        super().__init__()
+        self.wide = wide
+
+    def forward(self, x):
+        q, k, v = (self.split(f(x)) for f in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = (q, k) if self.wide is None else (q.to(self.wide), k.to(self.wide))
+        scores = (q @ k.transpose(-1, -2) * RIGHT).float()
+        return torch.softmax(scores, dim=-1).to(v.dtype) @ v
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_only_products_in_half_precision_round_logits_to_it(dtype):
+    """A softmax in float32 comes too late; a fused kernel never writes them down."""
+    x, name = make_input().to(dtype), str(dtype).removeprefix("torch.")
+    for model, logits in ((Plain(), name), (Plain(torch.float32), "float32"), (Scaled(), "float32")):
+        assert record_of(model.to(dtype), x).logits_dtype == logits
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        record = record_of(Scaled().to(dtype), x)
+    assert record.logits_dtype == "float32"  # torch computes its product in float32

@@ -59,8 +59,8 @@ def diagnose(
         history: (step, summaries), steps ascending; the present ones belong to it as its last entry.
         pressures: ∂loss/∂log scale `[H]` by layer path; or one array, for one summary. None for layers without.
         scales: per layer `layer`, `measured` (None where it could not be told), `d_k`; if known `declared`,
-            `normalised` (q and k are), `on_the_mask` (what a mask was multiplied by), `layer_index`, `dtype` (what q and k
-            are rounded to; else that of `dtype`). Further entries are ignored.
+            `normalised` (q and k are), `on_the_mask` (what a mask was multiplied by), `layer_index`, `dtype` (what q
+            and k are rounded to; else that of `dtype`). Further entries are ignored.
         dtype: what the model rounds its logits to, by name or as a dtype, or such by layer path: a fused kernel in
             bfloat16 rounds them to float32. None: not known.
 

@@ -128,6 +128,7 @@ def _render_scales(scales: Sequence[AuditedScale]) -> str:
         remarks = [
             *(["q or k normalised"] if one.normalised else []),
             *([f"soft cap {one.softcap:g}"] if one.softcap is not None else []),
+            *([f"mask times {one.on_the_mask:.4g}"] if one.on_the_mask not in (None, 1.0) else []),
             *([f"declared by {one.declared_by}"] if one.declared_by is not None else []),
             *([one.reason] if one.reason is not None else []),
         ]

@@ -99,6 +99,8 @@ class AuditedScale:
         softcap: the soft cap of the scores.
         how: how `before_the_call` was obtained, and `reason` why a number is None.
         dtype: what q and k are rounded to, and `logits_dtype` what the logits are.
+        on_the_mask: what a mask with finite entries was multiplied by after it was added.
+        difference: the largest difference between the recovered weights and the model's own, where those are seen.
     """
 
     layer: str
@@ -115,9 +117,12 @@ class AuditedScale:
     reason: str | None
     dtype: str
     logits_dtype: str
+    on_the_mask: float | None = None
+    difference: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("declared", "measured", "at_the_call", "before_the_call", "softcap"):
+        numbers = ("declared", "measured", "at_the_call", "before_the_call", "softcap", "on_the_mask", "difference")
+        for name in numbers:
             object.__setattr__(self, name, _finite(getattr(self, name)))
 
 

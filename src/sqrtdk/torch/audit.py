@@ -156,6 +156,8 @@ def _judge(model: nn.Module, seen: Seen, batch: str) -> Audit:
                 reason=record.reason,
                 dtype=record.dtype,
                 logits_dtype=record.logits_dtype,
+                on_the_mask=record.on_the_mask,
+                difference=record.difference,
             )
         )
     findings = diagnose(
