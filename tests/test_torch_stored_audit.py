@@ -194,6 +194,24 @@ def test_damaged_weights_are_one_line(store, tmp_path, damage):
     assert "\n" not in str(caught.value)
 
 
+def test_a_model_that_takes_something_else_says_what(tmp_path):
+    config = transformers.PatchTSTConfig(d_model=16, num_hidden_layers=1, num_attention_heads=2, ffn_dim=16)
+    transformers.PatchTSTModel(config).save_pretrained(tmp_path / "series")
+    message = r"can make up texts, images and sounds, but PatchTSTModel takes past_values; in Python, sqrtdk\.torch"
+    with pytest.raises(SqrtdkError, match=message):
+        audit_stored(str(tmp_path / "series"))
+
+
+def test_a_model_that_does_not_take_what_is_made_up_says_why(tmp_path):
+    options = {**WORDS, **SIZES, "languages": ["en_XX"], "max_position_embeddings": 66}
+    transformers.XmodModel(transformers.XmodConfig(**options)).save_pretrained(tmp_path / "xmod")
+    message = (
+        r"cannot be run on 520 random tokens in 8 sequences.*: XmodModel raised ValueError: Input language unknown"
+    )
+    with pytest.raises(SqrtdkError, match=message):
+        audit_stored(str(tmp_path / "xmod"))
+
+
 def test_a_model_without_attention_is_named(tmp_path):
     config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic")
     transformers.ResNetModel(config).save_pretrained(tmp_path / "resnet")

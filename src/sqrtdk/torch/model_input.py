@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sqrtdk.display import count
 from sqrtdk.errors import InvalidValueError
@@ -20,6 +20,7 @@ LONGEST = 512
 MOST_SEQUENCES = 8
 _SEED = 0
 _LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions", "n_ctx", "seq_length")
+IN_PYTHON = "in Python, sqrtdk.torch.audit(model, batch) takes a batch of yours"
 _FRAMES = 320
 """Frames of a sound, where the model leaves it open: enough rows to judge a head."""
 
@@ -48,22 +49,22 @@ def propose_feeds(model: Any, tokenizer: Any, text: str, name: str) -> Iterator[
         InvalidValueError: it takes something that cannot be made up.
     """
     parameters = inspect.signature(model.forward).parameters
-    main = getattr(model, "main_input_name", "input_ids")
-    maker = _MAKERS.get(main)
-    if maker is not None and main not in parameters:
-        maker = None
-    if maker is None:
+    named = (getattr(model, "main_input_name", None), *_MAKERS)
+    main = next((one for one in named if one in _MAKERS and one in parameters), None)
+    if main is None:
+        own = {key: one for key, one in parameters.items() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
+        taken = ", ".join(key for key, one in own.items() if one.default is one.empty) or ", ".join(list(own)[:1])
         raise InvalidValueError(
-            f"sqrtdk audit can make up texts, images and sounds, but {type(model).__name__} takes {main!r}; "
-            "in Python, sqrtdk.torch.audit(model, batch) takes a batch of yours"
+            f"sqrtdk audit can make up texts, images and sounds, but {type(model).__name__} takes {taken}; {IN_PYTHON}"
         )
+    maker = _MAKERS[main]
     reader = _Reader(tokenizer, text, name)
     first = maker(model, reader, MOST_SEQUENCES)
     if main != "input_ids" and _has_decoder(model):
         maker = _with_decoder(maker)
         first = maker(model, reader, 1)
     yield first
-    for other in ("pixel_values", "input_ids"):
+    for other in _MAKERS:
         if other in parameters and other not in first.batch:
             more = _MAKERS[other](model, reader, MOST_SEQUENCES)
             size = min(len(value) for value in (*first.batch.values(), *more.batch.values()))
@@ -115,7 +116,8 @@ def _draw_tokens(model: Any, limit: int, most: int) -> tuple[Tensor, str]:
     if not isinstance(getattr(config, "vocab_size", None), int):
         raise InvalidValueError(f"{type(model).__name__} has no tokenizer and names no vocab_size to draw tokens from")
     names = [name for name in vars(model.config) | vars(config) if name.endswith(("_token_id", "_token_index"))]
-    special = {getattr(one, name, None) for name in names for one in (model.config, config)}
+    told = [getattr(one, name, None) for name in names for one in (model.config, config)]
+    special = {token for one in told for token in (one if isinstance(one, list | tuple) else [one])}
     plain = [token for token in range(config.vocab_size) if token not in special]
     sequences = _count_sequences(limit, most)
     chosen = torch.randint(len(plain), (sequences, limit), generator=_generator())
@@ -136,8 +138,9 @@ def _count_positions(model: Any, tokenizer: Any) -> int:
     limit = min(int(one) for one in limits if isinstance(one, int | float) and 0 < one < math.inf)
     for name, module in model.named_modules():
         # Positions that are counted from behind the one of padding.
-        if isinstance(module, nn.Embedding) and "position" in name and module.padding_idx is not None:
-            limit = min(limit, module.num_embeddings - module.padding_idx - 1)
+        padding, weight = getattr(module, "padding_idx", None), getattr(module, "weight", None)
+        if "position" in name and isinstance(padding, int) and isinstance(weight, Tensor):
+            limit = min(limit, len(weight) - padding - 1)
     return limit
 
 
@@ -172,11 +175,11 @@ def _feed_image(model: Any, reader: _Reader, most: int) -> Feed:
 
 def _feed_features(model: Any, reader: _Reader, most: int) -> Feed:
     config = model.config
-    if hasattr(config, "num_mel_bins"):
+    bins = getattr(config, "num_mel_bins", getattr(config, "input_feat_per_channel", 80))
+    shape = (1, 4 * _FRAMES, bins)
+    if hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions"):
         # Two frames become one position, and the model takes no other number of them.
-        shape = (1, config.num_mel_bins, 2 * config.max_source_positions)
-    else:
-        shape = (1, 4 * _FRAMES, getattr(config, "input_feat_per_channel", 80))
+        shape = (1, bins, 2 * config.max_source_positions)
     return Feed({"input_features": _draw(model, *shape)}, "noise in place of a sound")
 
 

@@ -10,10 +10,10 @@ from importlib import metadata, resources
 
 from sqrtdk.audits import Audit
 from sqrtdk.checkpoints import find_checkpoint
-from sqrtdk.errors import InvalidValueError
+from sqrtdk.errors import InvalidValueError, SqrtdkError
 from sqrtdk.torch.audit import audit
-from sqrtdk.torch.model_input import propose_feeds
-from sqrtdk.torch.stored_model import load_model
+from sqrtdk.torch.model_input import IN_PYTHON, Feed, propose_feeds
+from sqrtdk.torch.stored_model import StoredModel, load_model
 
 __all__ = ["audit_stored"]
 
@@ -49,7 +49,7 @@ def audit_stored(
         raise InvalidValueError("there are no words in the text")
     kind = type(stored.model).__name__
     misfit: InvalidValueError | None = None
-    for feed in propose_feeds(stored.model, stored.tokenizer, content, _BUILT_IN if text is None else "the text"):
+    for feed in _make_feeds(stored, content, _BUILT_IN if text is None else "the text"):
         if text is not None and "input_ids" not in feed.batch and "decoder_input_ids" not in feed.batch:
             continue
         on_step(f"running {name} on {feed.words}", 0.5)
@@ -60,8 +60,7 @@ def audit_stored(
                 raise
             reason = f"{type(error.__cause__).__name__}: {' '.join(str(error.__cause__).split())[:_LONGEST_REASON]}"
             misfit = misfit or InvalidValueError(
-                f"{name} cannot be run on {feed.words}: {kind} raised {reason}; "
-                "in Python, sqrtdk.torch.audit(model, batch) takes a batch of yours"
+                f"{name} cannot be run on {feed.words}: {kind} raised {reason}; {IN_PYTHON}"
             )
             continue
         about = {
@@ -75,3 +74,15 @@ def audit_stored(
         }
         return replace(audited, about=about)
     raise misfit or InvalidValueError(f"a text is for models that read, but {name} ({kind}) takes none")
+
+
+def _make_feeds(stored: StoredModel, text: str, name: str) -> list[Feed]:
+    try:
+        return list(propose_feeds(stored.model, stored.tokenizer, text, name))
+    except SqrtdkError:
+        raise
+    except Exception as error:  # a configuration or a tokenizer that is not as those of other models are
+        kind = type(stored.model).__name__
+        raise InvalidValueError(
+            f"no input can be made up for {kind}: {type(error).__name__}: {error}; {IN_PYTHON}"
+        ) from error
