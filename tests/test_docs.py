@@ -141,6 +141,21 @@ def test_the_page_about_diagnosis_shows_what_the_audit_of_minilm_prints(capsys, 
         assert told in " ".join(page.split())
 
 
+def test_the_readme_has_what_was_found_in_minilm():
+    minilm = read_shipped("minilm")
+    counts = minilm.pattern_counts
+    layers, *told, ratio = readme(
+        r"in all (\d+) layers, (\d+) heads that look by content, (\d+) sinks, (\d+) broad ones and one that looks at the"
+        r"\s+next token, and nothing wrong: the sharpest head \(entropy ratio ([\d.]+)\) looks at the token before"
+    )
+    assert int(layers) == len(minilm.scale)
+    assert list(map(int, told)) == [counts[name] for name in ("content", "sink", "broad")]
+    assert (counts["next"], sum(counts.values()), minilm.worst) == (1, len(minilm.heads), None)
+    sharpest = min(minilm.heads, key=lambda head: head.entropy_ratio)
+    assert (ratio, sharpest.offset) == (f"{sharpest.entropy_ratio:.2f}", -1)
+    assert all(scale.measured == pytest.approx(scale.d_k**-0.5) for scale in minilm.scale)
+
+
 def readme(pattern):
     """The groups of a pattern that stands once in the README."""
     (match,) = re.finditer(pattern, README.read_text(encoding="utf-8"))
