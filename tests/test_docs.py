@@ -145,8 +145,8 @@ def test_the_readme_has_what_was_found_in_minilm():
     minilm = read_shipped("minilm")
     counts = minilm.pattern_counts
     layers, *told, ratio = readme(
-        r"in all (\d+) layers, (\d+) heads that look by content, (\d+) sinks, (\d+) broad ones and one that looks at the"
-        r"\s+next token, and nothing wrong: the sharpest head \(entropy ratio ([\d.]+)\) looks at the token before"
+        r"in all (\d+) layers, (\d+) heads that look by content, (\d+) sinks, (\d+) broad ones and one that looks at"
+        r" the\s+next token, and nothing wrong: the sharpest head \(entropy ratio ([\d.]+)\) looks at the token before"
     )
     assert int(layers) == len(minilm.scale)
     assert list(map(int, told)) == [counts[name] for name in ("content", "sink", "broad")]
