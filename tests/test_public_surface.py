@@ -132,6 +132,7 @@ def test_the_surface_of_the_torch_layer_is_pinned():
         "attention",
         "audit",
         "nn",
+        "qk_clip_",
         "register_huggingface",
         "scaled_dot_product_attention",
         "watch",

@@ -154,7 +154,7 @@ def _name_dtypes(dtype: Any, layers: Layers) -> dict[str | None, str]:
 
 def _find_non_finite(layers: Layers) -> list[Finding]:
     """One finding for the first layer: what is NaN there is NaN in every layer after it."""
-    lost = {path: _count_non_finite(summary) for path, summary in layers.items()}
+    lost = {path: count_non_finite(summary) for path, summary in layers.items()}
     struck = [path for path, rows in lost.items() if rows.any()]
     if not struck:
         return []
@@ -179,7 +179,7 @@ def _find_non_finite(layers: Layers) -> list[Finding]:
     return [Finding("non-finite-rows", "error", first, at, head, evidence, threshold, cause, remedy)]
 
 
-def _count_non_finite(summary: HeadSummary) -> Array:
+def count_non_finite(summary: HeadSummary) -> Array:
     """Rows `[H]` whose logits or scores are not all finite; rows that see nothing have none and do not count."""
     left_out = np.maximum(summary["logit_mean"].left_out, summary["score_max"].left_out)
     sees_nothing = summary["visible_keys"].count - rows_that_see(summary, 1)

@@ -13,6 +13,7 @@ from sqrtdk.torch.distributed import all_reduce
 from sqrtdk.torch.functional import attention, scaled_dot_product_attention
 from sqrtdk.torch.huggingface import register_huggingface
 from sqrtdk.torch.pressure import TemperaturePressure
+from sqrtdk.torch.qk_clip import qk_clip_
 from sqrtdk.torch.watch import watch
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "attention",
     "audit",
     "nn",
+    "qk_clip_",
     "register_huggingface",
     "scaled_dot_product_attention",
     "watch",

@@ -1,8 +1,10 @@
-"""The head summary of all ranks of a torch.distributed process group."""
+"""What all ranks of a torch.distributed process group have seen, and agree upon."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from functools import reduce
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,6 +47,33 @@ def all_reduce(summary: HeadSummary, group: dist.ProcessGroup | None = None) -> 
         rows_in_all=rows_in_all[:, 0],
         max_keys=MaxKeys(offsets, reduce(np.add, floats[:, -1]), sequences[:, 0]),
     )
+
+
+def same_layers(layers: Iterable[str], group: dist.ProcessGroup | None = None) -> list[str]:
+    """The layers that every rank of a group has, in this rank's order; ranks may have called different ones."""
+    own = list(layers)
+    ranks: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(ranks, own, group=group)
+    # In the order of the first rank, so that all ranks reduce in one order.
+    return [path for path in ranks[0] if all(path in others for others in ranks)]
+
+
+def largest_of_ranks(values: Mapping[str, Array], group: dist.ProcessGroup | None = None) -> dict[str, Array]:
+    """The largest entries over all ranks of arrays `[H]` by layer; layers that any rank has."""
+    ranks: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(ranks, dict(values), group=group)
+    return {
+        path: reduce(np.maximum, [others[path] for others in ranks if path in others])
+        for others in ranks
+        for path in others
+    }
+
+
+def agree(reasons: list[str], group: dist.ProcessGroup | None = None) -> list[str]:
+    """The reasons of all ranks not to do something: one that cannot must keep the others from it."""
+    ranks: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(ranks, reasons, group=group)
+    return [reason for of_rank in ranks for reason in of_rank]
 
 
 def _device_of(group: dist.ProcessGroup | None) -> torch.device:

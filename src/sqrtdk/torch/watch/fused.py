@@ -12,8 +12,10 @@ from torch.nn import functional
 
 from sqrtdk.call import OPEN_ABOVE, OPEN_BELOW
 from sqrtdk.statistics import AttentionStatistics
+from sqrtdk.torch.internals import storage_address
 from sqrtdk.torch.watch.calls import SeenCall, four_axes
 from sqrtdk.torch.watch.lineage import Lineage
+from sqrtdk.torch.watch.projections import Projection
 
 Arguments = dict[str, Any]
 OWN = "sqrtdk::forward"
@@ -102,10 +104,16 @@ def _project(
     def split(projected: Tensor) -> Tensor:
         return projected.reshape(*projected.shape[:2], heads, -1).transpose(1, 2)
 
-    q = split(functional.linear(x, weight[:width], bias[:width]))
-    k = split(functional.linear(y, weight[width : 2 * width], bias[width : 2 * width]))
     same = frozenset({0})
-    lineages = Lineage("in_proj", same), Lineage("in_proj", same if x is y else frozenset())
+    sides, lineages = [], []
+    for at, z in enumerate((x, y)):
+        own_weight, own_bias = (one[at * width : (at + 1) * width] for one in (weight, bias))
+        output = functional.linear(z, own_weight, own_bias)
+        addresses = storage_address(weight), storage_address(bias)
+        projection = Projection.of(own_weight.t(), addresses[0], own_bias, addresses[1], output)
+        sides.append(split(output))
+        lineages.append(Lineage("in_proj", same if z is x else frozenset(), projection=projection))
+    q, k = sides
     return [
         SeenCall(
             q,

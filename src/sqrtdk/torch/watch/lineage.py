@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sqrtdk.torch.internals import storage_address
+from sqrtdk.torch.watch.projections import Projection
 
 # Relative spread of ratios of lengths that rounding explains: of the dtype's resolution, generously.
 _SPREAD = 64.0
@@ -60,6 +61,10 @@ class Lineage:
     is_projection: bool = True
     # Where it was put together along its last axis: widths and their lineage.
     parts: tuple[tuple[int, Lineage | None], ...] = ()
+    # Whether it is a product's result as it was: a bias may follow.
+    fresh: bool = False
+    # The one product that it comes from.
+    projection: Projection | None = None
 
     @property
     def is_lost(self) -> bool:
@@ -80,6 +85,7 @@ class Lineage:
             reduced=self.reduced or reduced,
             changed_by=tuple(dict.fromkeys([*self.changed_by, operation])),
             is_projection=self.is_projection,
+            projection=self.projection,
         )
 
 
@@ -120,7 +126,16 @@ def merge(inputs: list[tuple[Tensor, Lineage]], operation: str) -> Lineage:
         changed_by=tuple(changed),
         is_projection=all(lineage.is_projection for _, lineage in inputs),
         parts=one.parts if len(inputs) == 1 else (),
+        projection=_common_projection(whole),
     )
+
+
+def _common_projection(lineages: list[Lineage]) -> Projection | None:
+    """The projection of all of them, the last in time (a cache holds what earlier calls gave)."""
+    last = lineages[-1].projection
+    if last is None or any(one.projection is None or not one.projection.is_same(last) for one in lineages):
+        return None
+    return last
 
 
 def join(tensors: list[Tensor], lineages: list[Lineage | None], axis: int) -> Lineage | None:

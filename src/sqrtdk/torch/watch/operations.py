@@ -208,7 +208,7 @@ def _follow(watcher: Recogniser, name: str, args: Any, tensors: list[Tensor], ou
                 memory.write(output, lineage=first.times(factor if name == "mul" else 1.0 / factor))
                 return
         if name == "add" and len(tensors) > 1 and watcher.is_bias(tensors[1], output):
-            memory.write(output, lineage=first)
+            memory.write(output, lineage=watcher.add_bias(first, tensors[1]))
             return
     if name == "mul" and len(tensors) == 2 and first is None:
         second = memory.lineage_of(tensors[1])

@@ -25,6 +25,7 @@ from sqrtdk.torch.watch.fused import FUSED, OWN, read_statistics, with_statistic
 from sqrtdk.torch.watch.lineage import Lineage, join, merge
 from sqrtdk.torch.watch.memory import Memory
 from sqrtdk.torch.watch.operations import HANDLERS
+from sqrtdk.torch.watch.projections import Projection
 from sqrtdk.torch.watch.scores import Done, NotAttentionError, NotUnderstoodError, Product, Scores, Term, recover
 
 _LOOKS_LIKE_PRODUCT = re.compile(r"linear|mm|matmul|conv|gem[mv]")
@@ -163,7 +164,7 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
 
     # Products
 
-    def _root(self, output: Tensor, inputs: list[Tensor]) -> None:
+    def _root(self, output: Tensor, inputs: list[Tensor], projection: Projection | None = None) -> None:
         """What comes out of a product is a projection, as far as anybody who follows it is concerned."""
         sources = {self.memory.origin_of(tensor) for tensor in inputs}
         for tensor in inputs:
@@ -173,7 +174,16 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
         near = (
             frozenset(sources) if len(sources) <= 8 else frozenset(self.memory.origin_of(tensor) for tensor in inputs)
         )
-        self.memory.write(output, lineage=Lineage(self.path, near))
+        self.memory.write(output, lineage=Lineage(self.path, near, fresh=True, projection=projection))
+
+    def _read_projection(self, weight: Tensor, output: Tensor, bias: Tensor | None) -> Projection | None:
+        """The product with a parameter, or with a copy of one in another dtype; None if it is none."""
+        weight = weight[0] if weight.ndim == 3 and weight.shape[0] == 1 else weight
+        origins = [0 if one is None else self.memory.origin_of(one) for one in (weight, bias)]
+        if not self.is_measuring or not all(self._is_parameter(origin) for origin in origins if origin):
+            return None
+        with without_modes(), torch.no_grad():
+            return Projection.of(weight, origins[0], bias, origins[1], output)
 
     def see_product(
         self, a: Tensor, b: Tensor, output: Tensor, alpha: float = 1.0, added: Tensor | None = None, beta: float = 1.0
@@ -192,8 +202,9 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
                     self._confirm(fact.candidate)
                 self._root(output, [])
                 return
-        self._root(output, [a])
         has_bias = added is not None and added.ndim == 1
+        plain = alpha == beta == 1.0 and (added is None or has_bias)
+        self._root(output, [a], self._read_projection(b, output, added) if plain and self.is_learnt(b) else None)
         if self.is_learnt(b) or has_bias or a.ndim not in (2, 3) or not output.is_floating_point():
             return
         projected = self.memory.lineage_of(output)
@@ -300,6 +311,15 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
         if lineage is None and self._is_parameter(self.memory.origin_of(tensor)):
             return Lineage(self.path)
         return lineage
+
+    def add_bias(self, lineage: Lineage, bias: Tensor) -> Lineage:
+        """The lineage of a product after a learnt vector was added to it."""
+        if lineage.projection is None:
+            return lineage
+        if not lineage.fresh:  # one for each head, after the product was split: no part of the projection
+            return replace(lineage, projection=None)
+        with without_modes(), torch.no_grad():
+            return replace(lineage, projection=lineage.projection.plus(bias, self.memory.origin_of(bias)))
 
     def is_bias(self, tensor: Tensor, output: Tensor) -> bool:
         """Whether a tensor is a learnt vector, or one for each head, and the same for all tokens."""

@@ -13,8 +13,10 @@ from torch import Tensor
 from sqrtdk import HeadSummary
 from sqrtdk.display import Shown, Table
 from sqrtdk.statistics import ROW_FIELDS, AttentionStatistics, Sample
+from sqrtdk.torch.internals import WeakStorage
 from sqrtdk.torch.watch.calls import SeenCall
 from sqrtdk.torch.watch.effective import ScaleRecord, read_scale
+from sqrtdk.torch.watch.projections import HeadParts, Projection, UntoldError, find_heads
 from sqrtdk.torch.watch.table import MOST_LINES, make_table, write_remarks
 
 Array = npt.NDArray[Any]
@@ -77,6 +79,13 @@ class Seen(Shown):
         self._scales: dict[str, ScaleRecord] = {}
         self._missed: dict[tuple[str, str], int] = {}
         self._padding: dict[str, str] = {}
+        # Calls of the model that were passed over, by `every`.
+        self.passed_over = 0
+        # The addresses of parameters are given to no other memory while this lives.
+        self.held: list[WeakStorage] = []
+        # Per layer the columns of the parameters that make each head, or why they cannot be told.
+        self._heads: dict[str, list[HeadParts] | str] = {}
+        self._projections: dict[str, tuple[Projection, ...]] = {}
 
     @property
     def layers(self) -> dict[str, HeadSummary]:
@@ -114,6 +123,23 @@ class Seen(Shown):
         if known is None or (known.effective is None and not known.normalised):
             self._scales[path] = read_scale(path, call)
 
+    def note_heads(self, path: str, call: SeenCall) -> None:
+        """Work out which parameters make the heads of a layer; another call must have been made by the same ones."""
+        used = _projections_of(call)
+        known = self._projections.get(path)
+        if known is None or (isinstance(self._heads[path], str) and not known):
+            self._projections[path] = used
+            try:
+                self._heads[path] = find_heads(call)
+            except UntoldError as reason:
+                self._heads[path] = str(reason)
+        elif len(known) != len(used) or not all(one.is_same(two) for one, two in zip(known, used, strict=True)):
+            self._heads[path] = "its calls have queries and keys of different projections"
+
+    def heads_of(self, path: str) -> list[HeadParts] | str:
+        """The columns of the parameters that make each head of a layer, or why they cannot be told."""
+        return self._heads.get(path, "it was not seen")
+
     def add(self, pending: Pending) -> None:
         """Add the rows of a call to its layer."""
         waiting = self._waiting.setdefault(pending.path, [])
@@ -145,6 +171,12 @@ class Seen(Shown):
 
 
 _EMPTY: Any = object()
+
+
+def _projections_of(call: SeenCall) -> tuple[Projection, ...]:
+    lineages = [lineage for lineage in (call.q_lineage, call.k_lineage) if lineage is not None]
+    whole = [*lineages, *(part for lineage in lineages for _, part in lineage.parts if part is not None)]
+    return tuple(lineage.projection for lineage in whole if lineage.projection is not None)
 
 
 def _present_rows(pending: Pending) -> list[AttentionStatistics]:

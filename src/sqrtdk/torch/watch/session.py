@@ -13,7 +13,14 @@ import torch
 from torch import nn
 
 from sqrtdk.errors import InvalidTypeError, InvalidValueError
-from sqrtdk.torch.internals import add_module_hooks, is_in_backward, is_mode_active, is_mode_on_top, storage_address
+from sqrtdk.torch.internals import (
+    WeakStorage,
+    add_module_hooks,
+    is_in_backward,
+    is_mode_active,
+    is_mode_on_top,
+    storage_address,
+)
 from sqrtdk.torch.watch.modules import Frame, bind_forward, find_tensors, is_compiled, name_modules, read_heads
 from sqrtdk.torch.watch.padding import read_keys, read_tokens
 from sqrtdk.torch.watch.recognise import Candidate, Recogniser, Stack
@@ -212,13 +219,18 @@ class Watch(AbstractContextManager[Seen]):
             self._calls += 1
             if turn:
                 self.seen.calls += 1
+            else:
+                self.seen.passed_over += 1
         if not turn and not self._needs_every_call:
             return
         if thread.recogniser is None:
             thread.recogniser = Recogniser(self._take, self._locate, self._is_parameter, self._sample_rows)
         # Quantised weights are buffers of integers.
         learnt = [*self._model.parameters(), *(b for b in self._model.buffers() if not b.is_floating_point())]
-        self._parameters = frozenset(storage_address(tensor) for tensor in learnt)
+        addresses = frozenset(storage_address(tensor) for tensor in learnt)
+        if addresses != self._parameters:
+            self._parameters = addresses
+            self.seen.held += [WeakStorage(tensor) for tensor in learnt if storage_address(tensor)]
         thread.recogniser.is_measuring = turn
         thread.recogniser.__enter__()
         thread.is_on = True
@@ -260,6 +272,8 @@ class Watch(AbstractContextManager[Seen]):
         batch, _, queries, keys = call.shape
         tokens = read_keys(call)
         self.seen.note_scale(candidate.path, call)
+        with self._lock:
+            self.seen.note_heads(candidate.path, call)
         is_self = call.first_position is not None
         self._thread.pending.append(
             Pending(candidate.path, candidate.statistics, batch, queries, keys, is_self, call.first_position, tokens)
