@@ -127,10 +127,13 @@ def test_the_surface_of_the_torch_layer_is_pinned():
     import sqrtdk.torch
 
     assert sqrtdk.torch.__all__ == [
+        "Monitor",
         "TemperaturePressure",
         "all_reduce",
         "attention",
         "audit",
+        "counterfactual",
+        "measure_heads",
         "nn",
         "qk_clip_",
         "register_huggingface",

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -218,9 +219,40 @@ class Limited(Fused):
         return super().split(x).clamp(-1, 1) * 20
 
 
+class Adapted(nn.Module):
+    """A projection of two products, as LoRA has it."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.down, self.up = inner, nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x):
+        return self.inner(x) + self.up(self.down(x))
+
+
+class Twofold(Fused):
+    """Two attentions of different projections in one module: its summary is of both."""
+
+    def __init__(self):
+        super().__init__()
+        self.other = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, attention_mask=None):
+        q, k = self.split(self.other(x)), self.split(self.k_proj(x))
+        return super().forward(x) + functional.scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2)
+
+
+def _adapted():
+    model = Fused()
+    model.q_proj = Adapted(model.q_proj)
+    return model
+
+
 REFUSED = {
+    "two products": (lambda: Stack(_adapted()), {}, "layers.0: q is not the output of one product with a parameter"),
     "normalised": (lambda: Stack(Fused(), Normed()), {}, "layers.1: k is normalised after its projection"),
     "limited": (lambda: Stack(Fused(), Limited()), {}, "layers.1: k: the lengths of its vectors are not those"),
+    "two attentions in one": (lambda: Stack(Twofold()), {}, "queries and keys of different projections"),
     "sampled rows": (lambda: Stack(Fused()), {"sample_rows": 2}, "watch without sample_rows"),
     "not finite": (lambda: Stack(_infinite()), {}, "scores that are NaN or infinite"),
 }
@@ -260,6 +292,25 @@ def test_calls_that_were_passed_over_and_other_models_are_refused():
         qk_clip_(model, model)
 
 
+def test_a_copy_of_what_was_seen_serves_all_but_clipping():
+    model = Stack(Fused())
+    seen, _ = largest_of(model, X)
+    for other in (copy.deepcopy(seen), pickle.loads(pickle.dumps(seen))):
+        assert other.layers == seen.layers
+        with pytest.raises(SqrtdkError, match="what was seen is a copy"):
+            qk_clip_(model, other, threshold=0.5)
+    assert len(qk_clip_(model, seen, threshold=0.5))
+
+
+def test_wrappers_do_not_show_in_the_names_of_parameters():
+    model = nn.DataParallel(Stack(Fused()))  # without devices it calls the module
+    seen, _ = largest_of(model)
+    (head, *_) = qk_clip_(model, seen, threshold=0.5)
+    assert {one.parameter for one in head.parameters} == {
+        f"layers.0.{side}_proj.{name}" for side in "qk" for name in ("weight", "bias")
+    }
+
+
 def test_tokens_that_are_all_alike_tell_no_columns():
     model = Fused()
     seen, _ = largest_of(model, X[:1, :1].expand(2, 6, WIDTH))
@@ -291,6 +342,22 @@ def test_logits_grow_without_it_and_stay_with_it():
     assert max(free[-10:]) > 300 > 4 * free[0]
     # The maximum that a step finds is that of the weights that the last clip left and one step has moved.
     assert max(clipped[-10:]) < 150
+
+
+@pytest.mark.long
+def test_half_precision_with_rotation():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 256, "num_hidden_layers": 1, "intermediate_size": 32, "vocab_size": 50, "head_dim": 128}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).to(torch.bfloat16)
+    tokens = torch.randint(0, 50, (2, 40))
+    seen, before = largest_of(model, tokens)
+    (path,) = before
+    threshold = 0.5 * float(before[path].min())
+    assert len(qk_clip_(model, seen, threshold=threshold)) == 4
+    _, after = largest_of(model, tokens)
+    np.testing.assert_allclose(after[path], threshold, rtol=0.02)
 
 
 @pytest.mark.long

@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from sqrtdk.causes import CauseSplit
 from sqrtdk.errors import InvalidTypeError, InvalidValueError
 from sqrtdk.findings import SEVERITIES, Finding, Severity, Threshold
 from sqrtdk.patterns import NOT_ENOUGH_DATA, pattern_of, patterns, rows_that_see
 from sqrtdk.precision import PRECISIONS, name_dtype
 from sqrtdk.scale_findings import judge_scales
 from sqrtdk.summary import BIN_EDGES, Array, HeadSummary
-from sqrtdk.trends import judge_trend
+from sqrtdk.trends import TrendPoint, judge_trend
 
 __all__ = ["Finding", "Threshold", "diagnose", "pattern_of", "patterns"]
 
@@ -31,7 +32,8 @@ DEAD_SHARE = 0.95
 def diagnose(
     summaries: Mapping[str, HeadSummary] | HeadSummary,
     *,
-    history: Sequence[tuple[float, Mapping[str, HeadSummary] | HeadSummary]] | None = None,
+    history: Sequence[tuple[float, Mapping[str, HeadSummary | TrendPoint] | HeadSummary | TrendPoint]] | None = None,
+    causes: Mapping[str, CauseSplit] | Sequence[tuple[float, Mapping[str, CauseSplit]]] | None = None,
     pressures: Mapping[str, Any] | Any = None,
     scales: Sequence[Mapping[str, Any]] | None = None,
     dtype: Any = None,
@@ -49,14 +51,17 @@ def diagnose(
     With `history`, of heads with enough data in at least 5 snapshots: `logit-growth` (the largest score above the mean
     rises, itself or its logarithm by a slope that chance gives in one of a thousand level series, and passes 100 before
     the trend has gone on as long again) and `entropy-collapse` (mean H/ln n from at least 0.3 in the first two
-    snapshots to below 0.1 in the last two; information where the head took a position as its pattern).
+    snapshots to below 0.1 in the last two; information where the head took a position as its pattern). With `causes`
+    both say which of the length of q, the spread of k and their alignment grew, or stands out.
 
     With `pressures`, so after a backward pass: `dead-gradient` (95% of rows with several keys have 1 − Σp² < 0.01;
     information where the pattern is a position) and `temperature-pressure`, always information.
 
     Args:
         summaries: a summary by layer path, in the order of the layers; or one summary.
-        history: (step, summaries), steps ascending; the present ones belong to it as its last entry.
+        history: (step, summaries), steps ascending; the present ones belong to it as its last entry. Instead of a
+            summary, what a trend keeps of it: `sqrtdk.trends.TrendPoint.of(summary)`.
+        causes: per layer what its scores are made of, as `seen.causes` of a watch has it; or pairs (step, those).
         pressures: ∂loss/∂log scale `[H]` by layer path; or one array, for one summary. None for layers without.
         scales: per layer `layer`, `measured` (None where it could not be told), `d_k`; if known `declared`,
             `normalised` (q and k are), `on_the_mask` (what a mask was multiplied by), `layer_index`, `dtype` (what q
@@ -77,8 +82,10 @@ def diagnose(
     Raises:
         InvalidTypeError, InvalidValueError: for arguments that do not fit together.
     """
-    layers = _by_path(summaries, "summaries")
+    layers: Layers = _by_path(summaries, "summaries")
     trend = _check_history(history)
+    splits = _check_causes(causes)
+    last = [split for _, by_layer in splits[-1:] for split in by_layer.values()]
     findings = _find_non_finite(layers)
     findings += _judge_precision(layers, _name_dtypes(dtype, layers))
     if scales is not None:
@@ -86,34 +93,50 @@ def diagnose(
         findings += judge_scales(scales, list(layers), epsilon)
     by_path = _check_pressures(pressures, layers)
     for at, (path, summary) in enumerate(layers.items()):
-        findings += judge_trend(path, at, [(step, seen[path]) for step, seen in trend if path in seen])
+        points = [(step, seen[path]) for step, seen in trend if path in seen]
+        own = [(step, by_layer[path]) for step, by_layer in splits if path in by_layer]
+        findings += judge_trend(path, at, points, own, last)
         if path in by_path:
             findings += _judge_gradients(path, at, summary, by_path[path])
     return sorted(findings, key=lambda one: (SEVERITIES.index(one.severity), one.layer_index))
 
 
-def _by_path(summaries: Any, argument: str) -> Layers:
-    layers: Layers = {None: summaries} if isinstance(summaries, HeadSummary) else summaries
+def _by_path(summaries: Any, argument: str, kinds: tuple[type, ...] = (HeadSummary,)) -> Any:
+    layers = {None: summaries} if isinstance(summaries, kinds) else summaries
     if not isinstance(layers, Mapping):
         kind = type(summaries).__name__
-        raise InvalidTypeError(f"{argument} must be a HeadSummary or a mapping from layer path to one, got {kind}")
+        raise InvalidTypeError(
+            f"{argument} must be a {kinds[0].__name__} or a mapping from layer path to one, got {kind}"
+        )
     for path, summary in layers.items():
-        if not isinstance(summary, HeadSummary):
-            raise InvalidTypeError(f"{argument}[{path!r}] must be a HeadSummary, got {type(summary).__name__}")
+        if not isinstance(summary, kinds):
+            raise InvalidTypeError(f"{argument}[{path!r}] must be a {kinds[0].__name__}, got {type(summary).__name__}")
     return layers
 
 
-def _check_history(history: Any) -> list[tuple[float, Layers]]:
+def _check_causes(causes: Any) -> list[tuple[float, Mapping[str | None, CauseSplit]]]:
+    """The causes by step; those without a step are of the last."""
+    if causes is None:
+        return []
+    if isinstance(causes, Mapping | CauseSplit):
+        return [(np.inf, _by_path(causes, "causes", (CauseSplit,)))]
+    for entry in causes:
+        if not isinstance(entry, tuple | list) or len(entry) != 2:
+            raise InvalidTypeError(f"causes must be a mapping by layer path or pairs (step, mapping), got {entry!r}")
+    return [(float(step), _by_path(layers, f"causes at step {step}", (CauseSplit,))) for step, layers in causes]
+
+
+def _check_history(history: Any) -> list[tuple[float, Mapping[str | None, HeadSummary | TrendPoint]]]:
     if history is None:
         return []
-    trend: list[tuple[float, Layers]] = []
+    trend: list[tuple[float, Mapping[str | None, HeadSummary | TrendPoint]]] = []
     heads: dict[str | None, int] = {}
     for entry in history:
         if not isinstance(entry, tuple | list) or len(entry) != 2:
             raise InvalidTypeError(f"history must be pairs (step, summaries), got {entry!r}")
         if not isinstance(entry[0], int | float | np.number):
             raise InvalidTypeError(f"history must have numbers as steps, got {entry[0]!r}")
-        step, layers = float(entry[0]), _by_path(entry[1], f"history at step {entry[0]}")
+        step, layers = float(entry[0]), _by_path(entry[1], f"history at step {entry[0]}", (HeadSummary, TrendPoint))
         if not np.isfinite(step) or (trend and step <= trend[-1][0]):
             before = f" after step {trend[-1][0]:g}" if trend else ""
             raise InvalidValueError(f"history must have finite, ascending steps, got {step:g}{before}")

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
+from sqrtdk.causes import CauseSplit, explain_growth, explain_size
 from sqrtdk.findings import Finding, Threshold
 from sqrtdk.patterns import NOT_ENOUGH_DATA, has_enough_data, patterns
 from sqrtdk.summary import Array, HeadSummary
 
-__all__ = ["Line", "fit_line", "judge_trend"]
+__all__ = ["Line", "TrendPoint", "fit_line", "judge_trend"]
 
 TREND_SNAPSHOTS = 5
 """Fewer snapshots are no trend: a line through n points leaves n − 2 of them to tell how uncertain its slope is."""
@@ -29,7 +31,38 @@ OPEN_RATIO = 0.3
 _DEGREES = np.array([np.inf, 20.0, 12.0, 8.0, 6.0, 5.0, 4.0, 3.0])
 _STUDENT = np.array([3.090, 3.552, 3.930, 4.501, 5.208, 5.893, 7.173, 10.215])
 
-_Steps = Sequence[tuple[float, HeadSummary]]
+
+@dataclass(frozen=True, eq=False)
+class TrendPoint:
+    """What a trend keeps of a summary, a thousandth of its size; one entry per head.
+
+    Attributes:
+        enough: whether there is enough data to judge.
+        height: the largest score above the mean of scores.
+        ratio: mean entropy ratio.
+        patterns: their names.
+    """
+
+    enough: Array
+    height: Array
+    ratio: Array
+    patterns: tuple[str, ...]
+
+    @staticmethod
+    def of(summary: HeadSummary | TrendPoint) -> TrendPoint:
+        """The point of a summary; a point is its own."""
+        if isinstance(summary, TrendPoint):
+            return summary
+        ratio = np.array(summary["entropy_ratio"].mean)
+        return TrendPoint(has_enough_data(summary), _height_of_scores(summary), ratio, tuple(patterns(summary)))
+
+    @property
+    def heads(self) -> int:
+        """Number of heads."""
+        return len(self.patterns)
+
+
+Causes = Sequence[tuple[float, CauseSplit]]
 
 
 class Line(NamedTuple):
@@ -62,27 +95,52 @@ def fit_line(steps: Array, values: Array) -> Line:
     return Line(slope, error, float(values.mean() + slope * x[-1]), slope > critical * error)
 
 
-def judge_trend(layer: str | None, layer_index: int, trend: _Steps) -> list[Finding]:
+def judge_trend(
+    layer: str | None,
+    layer_index: int,
+    trend: Sequence[tuple[float, HeadSummary | TrendPoint]],
+    causes: Causes = (),
+    all_heads: Sequence[CauseSplit] = (),
+) -> list[Finding]:
     """The findings about one layer's heads from its (step, summary) in the order of steps.
 
-    A head's snapshots without enough data are left out; with fewer than `TREND_SNAPSHOTS` nothing is said.
+    A head's snapshots without enough data are left out; with fewer than `TREND_SNAPSHOTS` nothing is said. `causes` are
+    the layer's at some of the steps, `all_heads` those of all layers at the last.
     """
     if len(trend) < TREND_SNAPSHOTS:
         return []
     steps = np.array([step for step, _ in trend], np.float64)
-    enough = np.array([has_enough_data(summary) for _, summary in trend])
-    heights = np.array([_height_of_scores(summary) for _, summary in trend])
-    ratios = np.array([summary["entropy_ratio"].mean for _, summary in trend])
-    usable = enough & np.isfinite(heights) & np.isfinite(ratios)
-    names = patterns(trend[-1][1])
+    points = [TrendPoint.of(summary) for _, summary in trend]
+    heights = np.array([point.height for point in points])
+    ratios = np.array([point.ratio for point in points])
+    usable = np.array([point.enough for point in points]) & np.isfinite(heights) & np.isfinite(ratios)
     findings = []
-    for head, name in enumerate(names):
+    for head, name in enumerate(points[-1].patterns):
         use = usable[:, head]
         if use.sum() >= TREND_SNAPSHOTS:
             where = (layer, layer_index, head)
-            findings += _judge_growth(where, steps[use], heights[use, head])
-            findings += _judge_collapse(where, steps[use], ratios[use, head], heights[use, head], name)
+            about = [
+                *_judge_growth(where, steps[use], heights[use, head]),
+                *_judge_collapse(where, steps[use], ratios[use, head], heights[use, head], name),
+            ]
+            findings += [_with_causes(finding, causes, all_heads) for finding in about]
     return findings
+
+
+def _with_causes(finding: Finding, causes: Causes, all_heads: Sequence[CauseSplit]) -> Finding:
+    """The finding with its head's length of q, spread of k and alignment, and what they say."""
+    if not causes or finding.head is None:
+        return finding
+    head = finding.head
+    since = float(finding.evidence.get("from_step", causes[0][0]))
+    window = [(step, split) for step, split in causes if step >= since] or list(causes[-1:])
+    said = explain_growth(window, head) or explain_size(all_heads, causes[-1][1], head)
+    if said is None:
+        return finding
+    evidence = dict(finding.evidence)
+    if len(window) > 1:
+        evidence |= {f"{name}_at_first": value for name, value in window[0][1].of_head(head).items()}
+    return replace(finding, evidence=evidence | window[-1][1].of_head(head), cause=f"{finding.cause} {said}")
 
 
 def _height_of_scores(summary: HeadSummary) -> Array:

@@ -16,6 +16,7 @@ from sqrtdk.display import Shown, Table, count
 from sqrtdk.errors import InvalidTypeError, InvalidValueError
 from sqrtdk.torch.distributed import agree, largest_of_ranks
 from sqrtdk.torch.internals import storage_address
+from sqrtdk.torch.watch.modules import name_modules
 from sqrtdk.torch.watch.projections import Columns, HeadParts, Stored
 from sqrtdk.torch.watch.seen import Seen
 
@@ -171,11 +172,12 @@ def _plan(
 ) -> tuple[list[ClippedHead], dict[Stored, Tensor]]:
     """The heads to clip, and a factor for every column of every parameter that changes."""
     above = {path: [head for head, score in enumerate(scores) if score > threshold] for path, scores in largest.items()}
-    named = {storage_address(parameter): (name, parameter) for name, parameter in reversed([*model.named_parameters()])}
-    told = {path: heads for path in largest if not isinstance(heads := seen.heads_of(path), str)}
-    reasons = [
-        f"{path or 'the model'}: {seen.heads_of(path)}" for path, heads in above.items() if heads and path not in told
-    ]
+    named = {storage_address(parameter): (name, parameter) for name, parameter in _name_parameters(model)}
+    if not any(above.values()):
+        return [], {}
+    by_layer = {path: seen.heads_of(path) for path in largest}
+    told = {path: heads for path, heads in by_layer.items() if not isinstance(heads, str)}
+    reasons = [f"{path or 'the model'}: {by_layer[path]}" for path in above if above[path] and path not in told]
     if reasons:
         raise InvalidValueError("; ".join(reasons))
     # A key may serve several heads, of a group or of several layers.
@@ -195,6 +197,13 @@ def _plan(
             group_maximum = max((max(scores) for scores in groups), default=None)
             planned.append(ClippedHead(path, head, before, gamma, group_maximum, tuple(dict.fromkeys(shrunk))))
     return planned, factors.by_columns
+
+
+def _name_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters by the paths that layers have, without the names of wrappers; the first name of tied ones last."""
+    for module, path in reversed(name_modules(model).items()):
+        for name, parameter in module.named_parameters(recurse=False):
+            yield f"{path}.{name}".removeprefix("."), parameter
 
 
 class _Factors:

@@ -7,7 +7,9 @@ over several tokens are those of its vectors, and those of no other columns are.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,13 +17,14 @@ import torch
 from torch import Tensor
 
 from sqrtdk.torch.internals import without_modes
+from sqrtdk.torch.sampling import sample_positions
 
 if TYPE_CHECKING:
     from sqrtdk.torch.watch.calls import SeenCall
     from sqrtdk.torch.watch.lineage import Lineage
 
 # Tokens whose outputs are kept, and how many of them at least must tell.
-_TOKENS = 12
+_TOKENS = 24
 _FEWEST = 4
 # A vocabulary is no projection of queries.
 _MOST_COLUMNS = 1 << 15
@@ -55,9 +58,8 @@ class Projection:
 
     weight: Stored
     bias: Stored | None
-    tokens: Tensor  # which rows
-    count: int  # of how many
-    outputs: Tensor  # [n, E]
+    count: int  # of its tokens
+    outputs: Tensor  # [n, E] of some of them
 
     @staticmethod
     def of(weight: Tensor, origin: int, bias: Tensor | None, bias_origin: int, output: Tensor) -> Projection | None:
@@ -66,9 +68,9 @@ class Projection:
         count, columns = rows.shape
         if weight.ndim != 2 or columns > _MOST_COLUMNS or columns != weight.shape[1] or not count:
             return None
-        tokens = torch.linspace(0, count - 1, min(count, _TOKENS), device=rows.device).round().long()
         stored = None if bias is None else Stored.of(bias, bias_origin)
-        return Projection(Stored.of(weight, origin), stored, tokens, count, rows.index_select(0, tokens))
+        outputs = rows.index_select(0, _tokens_of(count, rows.device))
+        return Projection(Stored.of(weight, origin), stored, count, outputs)
 
     def plus(self, bias: Tensor, origin: int) -> Projection | None:
         """The same with a bias that was added afterwards; None if it is not one number per column."""
@@ -107,61 +109,119 @@ class HeadParts(NamedTuple):
     keys: tuple[Columns, ...]
 
 
-def find_heads(call: SeenCall) -> list[HeadParts]:
+class Side(NamedTuple):
+    """The vectors of a call's queries or keys at some tokens, and what is known of where they came from."""
+
+    name: str
+    heads: int
+    width: int
+    # None where nothing is known.
+    is_normalised: bool | None
+    projection: Projection | None
+    # Widths of what it was put together from, with the projection; None for columns that come from none.
+    parts: tuple[tuple[int, Projection | None], ...]
+    # `[n, H, D]` by how many tokens a projection has: in the ways that these may have been ordered.
+    vectors: dict[int, list[Tensor]]
+
+    @staticmethod
+    def of(name: str, x_BHLD: Tensor, lineage: Lineage | None, newest: int | None) -> Side:
+        """Of queries or keys; in a cache the newest tokens are the last, or begin at `newest`."""
+        heads, width = x_BHLD.shape[1], x_BHLD.shape[-1]
+        if lineage is None:
+            return Side(name, heads, width, None, None, (), {})
+        parts = _parts_of(lineage)
+        counts = {one.count for one in _projections_of(lineage.projection, parts)}
+        vectors = {count: list(_vectors_at(x_BHLD.detach(), count, newest)) for count in counts}
+        return Side(name, heads, width, lineage.normalised, lineage.projection, parts, vectors)
+
+
+class HeadEvidence(NamedTuple):
+    """What tells which parameters make the heads of a call; its tensors are few and small."""
+
+    queries: Side
+    keys: Side
+
+    @staticmethod
+    def of(call: SeenCall) -> HeadEvidence:
+        """Of a call while its tensors are there."""
+        with without_modes(), torch.no_grad():
+            return HeadEvidence(
+                Side.of("q", call.q, call.q_lineage, None), Side.of("k", call.k, call.k_lineage, call.first_position)
+            )
+
+    def is_of(self, call: SeenCall) -> bool:
+        """Whether a call came from the same parameters."""
+        own = [one for side in self for one in _projections_of(side.projection, side.parts)]
+        lineages = [lineage for lineage in (call.q_lineage, call.k_lineage) if lineage is not None]
+        others = [one for lineage in lineages for one in _projections_of(lineage.projection, _parts_of(lineage))]
+        return len(own) == len(others) and all(one.is_same(two) for one, two in zip(own, others, strict=True))
+
+
+_Parts = tuple[tuple[int, Projection | None], ...]
+
+
+def _parts_of(lineage: Lineage) -> _Parts:
+    return tuple((width, None if part is None or part.normalised else part.projection) for width, part in lineage.parts)
+
+
+def _projections_of(whole: Projection | None, parts: _Parts) -> list[Projection]:
+    return [one for one in (whole, *(projection for _, projection in parts)) if one is not None]
+
+
+def find_heads(evidence: HeadEvidence) -> list[HeadParts]:
     """The columns of every query head and of its key.
 
     Raises:
         UntoldError: with the reason, if they cannot be told for all heads.
     """
     with without_modes(), torch.no_grad():
-        groups = call.q.shape[1] // call.k.shape[1]
-        keys = _find_side("k", call.k, call.k_lineage)
+        groups = evidence.queries.heads // evidence.keys.heads
+        keys = _find_side(evidence.keys)
         widths = [columns.width for columns in keys[0]]
-        queries = _find_side("q", call.q, call.q_lineage, widths if len(widths) > 1 else None)
+        queries = _find_side(evidence.queries, widths if len(widths) > 1 else None)
     return [HeadParts(own, keys[head // groups]) for head, own in enumerate(queries)]
 
 
-def _find_side(
-    name: str, x_BHLD: Tensor, lineage: Lineage | None, widths: list[int] | None = None
-) -> list[tuple[Columns, ...]]:
+def _find_side(side: Side, widths: list[int] | None = None) -> list[tuple[Columns, ...]]:
     """The columns of each head: of these widths, or as the vector was put together if it does not fit whole."""
-    if lineage is None:
+    name = side.name
+    if side.is_normalised is None:
         raise UntoldError(f"no projection was seen before {name}")
-    if lineage.normalised:
+    if side.is_normalised:
         raise UntoldError(f"{name} is normalised after its projection, which undoes a change of its weights")
     reason = f"{name} is not the output of one product with a parameter"
-    if lineage.projection is not None and widths is None:
-        found = _match(x_BHLD, lineage.projection)
-        if not isinstance(found, str):
-            return [(columns,) for columns in found]
-        reason = f"{name}: {found}"
-    parts = [(width, part) for width, part in lineage.parts if part is not None]
+    if side.projection is not None and widths is None:
+        columns = _match(side, slice(0, side.width), side.projection)
+        if not isinstance(columns, str):
+            return [(one,) for one in columns]
+        reason = f"{name}: {columns}"
+    parts = list(side.parts)
     if widths is not None and [width for width, _ in parts] != widths:
-        parts = [(width, lineage) for width in widths]
-    if sum(width for width, _ in parts) > x_BHLD.shape[-1] or not parts:
+        parts = [(width, side.projection) for width in widths]
+    if sum(width for width, _ in parts) != side.width or not parts:
         raise UntoldError(reason)
     by_part, start = [], 0
-    for width, part in parts:
-        if part.normalised or part.projection is None:
+    for width, projection in parts:
+        if projection is None:
             raise UntoldError(f"a part of {name} is not the output of one product with a parameter")
-        found = _match(x_BHLD[..., start : start + width], part.projection)
-        if isinstance(found, str):
-            raise UntoldError(f"a part of {name}: {found}")
-        by_part.append(found)
+        columns = _match(side, slice(start, start + width), projection)
+        if isinstance(columns, str):
+            raise UntoldError(f"a part of {name}: {columns}")
+        by_part.append(columns)
         start += width
     return [tuple(of_head) for of_head in zip(*by_part, strict=True)]
 
 
-def _match(x_BHLD: Tensor, projection: Projection) -> list[Columns] | str:
+def _match(side: Side, part: slice, projection: Projection) -> list[Columns] | str:
     """The columns of a projection whose lengths are those of each head's vectors, or why there are none."""
-    x = _without_zeros(x_BHLD)
-    heads, width = x.shape[1], x.shape[-1]
-    outputs = projection.outputs.to(x.device)
-    resolution = max(float(torch.finfo(one.dtype).eps) for one in (x, outputs))
-    if width > outputs.shape[1]:
-        return f"its projection gives {outputs.shape[1]} numbers, a head has {width}"
+    outputs, heads = projection.outputs, side.heads
     reason = "its vectors could not be found among the tokens of its projection"
-    for vectors in _vectors_at(x, projection):
+    for whole in side.vectors.get(projection.count, []):
+        vectors = _without_zeros(whole[..., part])
+        width = vectors.shape[-1]
+        if width > outputs.shape[1]:
+            return f"its projection gives {outputs.shape[1]} numbers, a head has {width}"
+        resolution = max(float(torch.finfo(one.dtype).eps) for one in (vectors, outputs))
         squares = vectors.double().square().sum(dim=-1)
         use = (squares > 0).all(dim=-1)
         if int(use.sum()) < _FEWEST:
@@ -188,14 +248,14 @@ def _find_starts(outputs: Tensor, squares_NH: Tensor, width: int, step: int, res
     starts: list[int] = []
     for square in squares_NH.unbind(dim=1):
         ratios = lengths / square[:, None]
-        most = ratios.amax(dim=0)
-        spread = torch.where(most > 0, (most - ratios.amin(dim=0)) / most, torch.inf)
+        mean = ratios.mean(dim=0)
+        spread = torch.where(mean > 0, ratios.std(dim=0) / mean, torch.inf)
         best = int(spread.argmin())
         others = spread.clone()
         others[best] = torch.inf
         error = float(spread[best])
-        allowed = max(4 * resolution, 1e-5)
-        if error > allowed or float(others.min()) < _CLEARLY * max(error, resolution):
+        allowed = max(resolution, 1e-5)
+        if error > allowed or float(others.min()) < _CLEARLY * max(error, resolution / 8):
             return None
         starts.append(best % places * step + best // places)
     ordered = sorted(set(starts))
@@ -205,22 +265,30 @@ def _find_starts(outputs: Tensor, squares_NH: Tensor, width: int, step: int, res
     return starts
 
 
-def _vectors_at(x_BHLD: Tensor, projection: Projection) -> list[Tensor]:
-    """The vectors `[n, H, D]` of the projection's kept tokens, in the ways that its rows may have been ordered."""
+def _vectors_at(x_BHLD: Tensor, count: int, newest: int | None) -> Iterator[Tensor]:
+    """The vectors `[n, H, D]` of the tokens that a projection of so many keeps, in the ways its rows may be ordered."""
     batch, _, length, _ = x_BHLD.shape
-    tokens, count = projection.tokens.to(x_BHLD.device), projection.count
     if batch == 0 or count % batch or count > batch * length:
-        return []
+        return
+    tokens = _tokens_of(count, x_BHLD.device)
     own = count // batch
-    # Of a cache the newest tokens are the last.
-    by_sequence = x_BHLD[tokens // own, :, length - own + tokens % own]
-    by_token = x_BHLD[tokens % batch, :, length - own + tokens // batch]
-    return [by_sequence] if batch == 1 else [by_sequence, by_token]
+    starts = [length - own] if newest is None else [length - own, newest]
+    for start in dict.fromkeys(starts):
+        if 0 <= start <= length - own:
+            yield x_BHLD[tokens // own, :, start + tokens % own]
+            if batch > 1:
+                yield x_BHLD[tokens % batch, :, start + tokens // batch]
 
 
-def _without_zeros(x_BHLD: Tensor) -> Tensor:
+@lru_cache(maxsize=64)
+def _tokens_of(count: int, device: torch.device) -> Tensor:
+    """Which of so many tokens are kept."""
+    return sample_positions(count, _TOKENS, 0, device)
+
+
+def _without_zeros(vectors_NHD: Tensor) -> Tensor:
     """Without the last columns if they are all zero, as padding to a faster width leaves them."""
-    if not x_BHLD.numel() or bool(x_BHLD[..., -1].any()):
-        return x_BHLD
-    used = x_BHLD.flatten(0, -2).any(dim=0).nonzero()
-    return x_BHLD[..., : int(used[-1]) + 1] if len(used) else x_BHLD
+    if not vectors_NHD.numel() or bool(vectors_NHD[..., -1].any()):
+        return vectors_NHD
+    used = vectors_NHD.flatten(0, -2).any(dim=0).nonzero()
+    return vectors_NHD[..., : int(used[-1]) + 1] if len(used) else vectors_NHD

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from typing import Any, NamedTuple
 
@@ -11,12 +11,16 @@ import numpy.typing as npt
 from torch import Tensor
 
 from sqrtdk import HeadSummary
+from sqrtdk.causes import CauseSplit
+from sqrtdk.counterfactual import ScoreRow
 from sqrtdk.display import Shown, Table
 from sqrtdk.statistics import ROW_FIELDS, AttentionStatistics, Sample
 from sqrtdk.torch.internals import WeakStorage
 from sqrtdk.torch.watch.calls import SeenCall
+from sqrtdk.torch.watch.causes import CauseSums
 from sqrtdk.torch.watch.effective import ScaleRecord, read_scale
-from sqrtdk.torch.watch.projections import HeadParts, Projection, UntoldError, find_heads
+from sqrtdk.torch.watch.kept import KeptRow, Reservoir
+from sqrtdk.torch.watch.projections import HeadEvidence, HeadParts, UntoldError, find_heads
 from sqrtdk.torch.watch.table import MOST_LINES, make_table, write_remarks
 
 Array = npt.NDArray[Any]
@@ -49,6 +53,10 @@ class Pending:
     is_told: bool = False
     # A module inside was called without a mask: what a module around it was told is about other tokens, or says "all".
     is_unmasked: bool = False
+    # What makes its scores large, as sums `[5, H]`.
+    causes: Tensor | None = None
+    # Rows that may be kept.
+    drawn: list[KeptRow] = field(default_factory=list)
 
     def tell(self, tokens: Tensor | None) -> None:
         """Note which tokens `[B, L]` are there; None for a module that was told nothing."""
@@ -83,9 +91,16 @@ class Seen(Shown):
         self.passed_over = 0
         # The addresses of parameters are given to no other memory while this lives.
         self.held: list[WeakStorage] = []
-        # Per layer the columns of the parameters that make each head, or why they cannot be told.
-        self._heads: dict[str, list[HeadParts] | str] = {}
-        self._projections: dict[str, tuple[Projection, ...]] = {}
+        # Per layer what tells which parameters make each head, or why they cannot be told.
+        self._evidence: dict[str, HeadEvidence | str] = {}
+        self._causes: dict[str, CauseSums] = {}
+        self.keep_rows: int | None = None
+        self._reservoirs: dict[str, Reservoir] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what holds for this process and these tensors alone: a copy serves all but clipping."""
+        copied = "what was seen is a copy, in which addresses of parameters do not hold"
+        return {**self.__dict__, "held": [], "_evidence": dict.fromkeys(self._evidence, copied)}
 
     @property
     def layers(self) -> dict[str, HeadSummary]:
@@ -93,6 +108,17 @@ class Seen(Shown):
         for path in list(self._waiting):
             self._summarise(path)
         return dict(self._summaries)
+
+    @property
+    def causes(self) -> dict[str, CauseSplit]:
+        """Per layer and head the length of q, the spread of k and their alignment: what makes scores large."""
+        layers = self.layers
+        return {path: sums.split(layers[path]) for path, sums in self._causes.items() if path in layers}
+
+    @property
+    def rows(self) -> dict[str, list[ScoreRow]]:
+        """Per layer the scores of the rows that were kept; empty without `keep_rows`."""
+        return {path: reservoir.rows for path, reservoir in self._reservoirs.items()}
 
     @property
     def scales(self) -> list[ScaleRecord]:
@@ -117,28 +143,36 @@ class Seen(Shown):
         """Count something that was not understood."""
         self._missed[path, reason] = self._missed.get((path, reason), 0) + 1
 
-    def note_scale(self, path: str, call: SeenCall) -> None:
+    def note_scale(self, path: str, call: SeenCall) -> ScaleRecord:
         """Work out the scale of a layer; the first call that tells it holds."""
         known = self._scales.get(path)
         if known is None or (known.effective is None and not known.normalised):
-            self._scales[path] = read_scale(path, call)
+            known = self._scales[path] = read_scale(path, call)
+        return known
 
     def note_heads(self, path: str, call: SeenCall) -> None:
-        """Work out which parameters make the heads of a layer; another call must have been made by the same ones."""
-        used = _projections_of(call)
-        known = self._projections.get(path)
-        if known is None or (isinstance(self._heads[path], str) and not known):
-            self._projections[path] = used
-            try:
-                self._heads[path] = find_heads(call)
-            except UntoldError as reason:
-                self._heads[path] = str(reason)
-        elif len(known) != len(used) or not all(one.is_same(two) for one, two in zip(known, used, strict=True)):
-            self._heads[path] = "its calls have queries and keys of different projections"
+        """Keep what tells which parameters make the heads of a layer; every call must have been made by the same."""
+        known = self._evidence.get(path)
+        if known is None:
+            self._evidence[path] = HeadEvidence.of(call)
+        elif not isinstance(known, str) and not known.is_of(call):
+            self._evidence[path] = "its calls have queries and keys of different projections"
+
+    def draw_rows(self, path: str, call: SeenCall, tokens: Tensor | None) -> list[KeptRow]:
+        """Rows of a call that may be kept, if any are to be."""
+        if self.keep_rows is None:
+            return []
+        return self._reservoirs.setdefault(path, Reservoir(self.keep_rows)).draw(call, tokens)
 
     def heads_of(self, path: str) -> list[HeadParts] | str:
         """The columns of the parameters that make each head of a layer, or why they cannot be told."""
-        return self._heads.get(path, "it was not seen")
+        evidence = self._evidence.get(path, "it was not seen")
+        if isinstance(evidence, str):
+            return evidence
+        try:
+            return find_heads(evidence)
+        except UntoldError as reason:
+            return str(reason)
 
     def add(self, pending: Pending) -> None:
         """Add the rows of a call to its layer."""
@@ -147,11 +181,18 @@ class Seen(Shown):
             self._summaries[pending.path] = _EMPTY
         self._padding.setdefault(pending.path, pending.padding)
         waiting.append(pending)
+        if pending.drawn:
+            fits = pending.tokens is not None and tuple(pending.tokens.shape) == (pending.batch, pending.queries)
+            self._reservoirs[pending.path].add(pending.drawn, pending.tokens if fits else None)
+            pending.drawn = []
         if sum(one.batch * one.queries for one in waiting) > _MOST_WAITING:
             self._summarise(pending.path)
 
     def _summarise(self, path: str) -> None:
         for pending in self._waiting.pop(path, []):
+            if pending.causes is not None:
+                sums = CauseSums(*pending.causes.double().cpu().numpy())
+                self._causes[path] = sums.merge(self._causes[path]) if path in self._causes else sums
             for rows in _present_rows(pending):
                 summary = HeadSummary.of(rows)
                 before = self._summaries.get(path, _EMPTY)
@@ -171,12 +212,6 @@ class Seen(Shown):
 
 
 _EMPTY: Any = object()
-
-
-def _projections_of(call: SeenCall) -> tuple[Projection, ...]:
-    lineages = [lineage for lineage in (call.q_lineage, call.k_lineage) if lineage is not None]
-    whole = [*lineages, *(part for lineage in lineages for _, part in lineage.parts if part is not None)]
-    return tuple(lineage.projection for lineage in whole if lineage.projection is not None)
 
 
 def _present_rows(pending: Pending) -> list[AttentionStatistics]:

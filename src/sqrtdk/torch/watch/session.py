@@ -21,6 +21,7 @@ from sqrtdk.torch.internals import (
     is_mode_on_top,
     storage_address,
 )
+from sqrtdk.torch.watch.causes import read_causes
 from sqrtdk.torch.watch.modules import Frame, bind_forward, find_tensors, is_compiled, name_modules, read_heads
 from sqrtdk.torch.watch.padding import read_keys, read_tokens
 from sqrtdk.torch.watch.recognise import Candidate, Recogniser, Stack
@@ -38,6 +39,7 @@ def watch(
     scale: Any = None,
     sample_rows: int | None = None,
     every: int = 1,
+    keep_rows: int | None = None,
 ) -> AbstractContextManager[Seen]:
     """Measure every attention call of a model while it runs, head by head; its outputs stay the same to the bit.
 
@@ -53,6 +55,8 @@ def watch(
         scale: with `fuse`: the effective scale of every call, in place of the model's own.
         sample_rows: measure that many query positions per head and call only; maxima are then lower bounds.
         every: look at every n-th call of the model only, the first included.
+        keep_rows: keep the scores of that many rows per layer, a uniform sample of all, for `counterfactual`; it takes
+            4 bytes per row, head and key that the row sees. None keeps nothing.
 
     Returns:
         A context manager that gives `Seen`: `layers` {module path: `HeadSummary`}, `scales`, `unattributed`, `padding`.
@@ -68,8 +72,8 @@ def watch(
     """
     if not isinstance(model, nn.Module):
         raise InvalidTypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    for name, number in (("sample_rows", sample_rows), ("every", every)):
-        if number is None and name == "sample_rows":
+    for name, number in (("sample_rows", sample_rows), ("every", every), ("keep_rows", keep_rows)):
+        if number is None and name != "every":
             continue
         if isinstance(number, bool) or not isinstance(number, int):
             raise InvalidTypeError(f"{name} must be an integer, got {number!r}")
@@ -80,8 +84,11 @@ def watch(
     if fuse:
         from sqrtdk.torch.watch.fuse import FusedWatch
 
-        return FusedWatch(model, sample_rows, every, scale)
-    return Watch(model, sample_rows, every)
+        watching: Watch = FusedWatch(model, sample_rows, every, scale)
+    else:
+        watching = Watch(model, sample_rows, every)
+    watching.seen.keep_rows = keep_rows
+    return watching
 
 
 def _device_of(model: nn.Module) -> str:
@@ -271,10 +278,23 @@ class Watch(AbstractContextManager[Seen]):
             return
         batch, _, queries, keys = call.shape
         tokens = read_keys(call)
-        self.seen.note_scale(candidate.path, call)
+        record = self.seen.note_scale(candidate.path, call)
         with self._lock:
             self.seen.note_heads(candidate.path, call)
-        is_self = call.first_position is not None
+            drawn = self.seen.draw_rows(candidate.path, call, tokens)
+        first = call.first_position
+        causes = read_causes(call, tokens, record.d_k)
         self._thread.pending.append(
-            Pending(candidate.path, candidate.statistics, batch, queries, keys, is_self, call.first_position, tokens)
+            Pending(
+                candidate.path,
+                candidate.statistics,
+                batch,
+                queries,
+                keys,
+                first is not None,
+                first,
+                tokens,
+                causes=causes,
+                drawn=drawn,
+            )
         )

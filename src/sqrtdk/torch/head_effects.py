@@ -1,0 +1,284 @@
+"""What a head is worth: loss and output of a model with one head switched off, or at another temperature."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sqrtdk.display import Shown, Table, count
+from sqrtdk.errors import InvalidTypeError, InvalidValueError
+from sqrtdk.torch.watch import watch
+from sqrtdk.torch.watch.fuse import FusedWatch
+
+
+@dataclass(frozen=True)
+class HeadEffect:
+    """What the change of one head does.
+
+    Attributes:
+        layer, head: module path and number.
+        loss_change: loss with the change − loss without; None without a loss.
+        output_change: ‖changed − baseline‖ / ‖baseline‖ of the output.
+        cosine_change: mean of 1 − cos between the vectors along the output's last axis.
+    """
+
+    layer: str
+    head: int
+    loss_change: float | None
+    output_change: float
+    cosine_change: float
+
+    def as_json(self) -> dict[str, Any]:
+        """The record as numbers, texts and null."""
+        return asdict(self)
+
+    @property
+    def size(self) -> float:
+        """What heads are sorted by: the change of loss with its sign, else the change of the output."""
+        return self.output_change if self.loss_change is None else self.loss_change
+
+
+@dataclass(frozen=True, repr=False)
+class HeadEffects(Shown):
+    """The effect of every head, the largest first; `unreached` are layers in code that cannot be changed."""
+
+    change: str
+    baseline_loss: float | None
+    effects: tuple[HeadEffect, ...]
+    unreached: tuple[str, ...]
+
+    def of(self, layer: str, head: int) -> HeadEffect:
+        """The effect of one head.
+
+        Raises:
+            InvalidValueError: if it was not measured.
+        """
+        for effect in self.effects:
+            if (effect.layer, effect.head) == (layer, head):
+                return effect
+        raise InvalidValueError(f"head {head} of {layer!r} was not measured")
+
+    def as_json(self) -> dict[str, Any]:
+        """The record as numbers, texts and null."""
+        return {
+            "change": self.change,
+            "baseline_loss": self.baseline_loss,
+            "effects": [effect.as_json() for effect in self.effects],
+            "unreached": list(self.unreached),
+        }
+
+    def _table(self) -> Table:
+        has_loss = self.baseline_loss is not None
+        rows = [
+            (
+                effect.layer or "(the model)",
+                str(effect.head),
+                *([f"{effect.loss_change:+.3g}"] if effect.loss_change is not None else []),
+                f"{effect.output_change:.3g}",
+                f"{effect.cosine_change:.3g}",
+            )
+            for effect in self.effects
+        ]
+        loss = f"; loss without it {self.baseline_loss:.5g}" if has_loss else ""
+        missing = f"; not reached: {', '.join(self.unreached)}" if self.unreached else ""
+        columns = ("layer", "head", *(["loss"] if has_loss else []), "output", "1 − cos")
+        return Table(f"{count(len(rows), 'head')}, {self.change}{loss}{missing}", columns, rows, left=1)
+
+
+def measure_heads(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Callable[[Any], Any] | None = None,
+    output: Callable[[Any], Tensor] | None = None,
+    heads: Sequence[tuple[str, int]] | None = None,
+    temperature: float | None = None,
+    progress: Callable[[str, float], object] | None = None,
+) -> HeadEffects:
+    """The change of loss and of output as one head after another is switched off, or gets another temperature.
+
+    Attention is computed by sqrtdk as with `watch(model, fuse=True)`, in the baseline as well, in evaluation mode and
+    without gradients; the model, its mode and the random stream are afterwards as before. A head that is switched off
+    gives zeros; at temperature ∞ it gives the mean of the values that it sees. It takes a forward pass per head.
+
+    Args:
+        model: any module whose attention is torch's operation, nn.MultiheadAttention or that of transformers' registry.
+        batch: what the model takes: a tensor, a tuple or a dict of arguments.
+        loss: gives the loss from what the model returns; None takes its `.loss` if it has one, else there is none.
+        output: gives the tensor whose change is measured; None takes `logits`, `last_hidden_state` or the first one.
+        heads: (layer path, head) to measure; None measures all.
+        temperature: None switches off; else by what the head's own temperature is multiplied, above 0.
+        progress: called with what is going on and the share that is done; `show` of a progress bar fits.
+
+    Raises:
+        InvalidTypeError, InvalidValueError: naming the argument; if no attention can be reached.
+
+    >>> torch.manual_seed(0) and None
+    >>> attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    >>> x = torch.randn(1, 5, 8)
+    >>> effects = measure_heads(attention, (x, x, x), loss=lambda result: result[0].square().mean())
+    >>> len(effects.effects), effects.change
+    (2, 'switched off')
+    """
+    if not isinstance(model, nn.Module):
+        raise InvalidTypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if temperature is not None and not (isinstance(temperature, int | float) and temperature > 0):
+        raise InvalidValueError(f"temperature must be None (switched off) or a factor above 0, got {temperature!r}")
+    with _as_before(model), torch.no_grad():
+        run = _Run(model, batch, loss, output)
+        with watch(model) as seen:
+            run()
+        changing = _ChangingWatch(model)
+        with changing:
+            baseline = run()
+            chosen = _choose(heads, changing.reached)
+            effects = []
+            for done, (layer, head) in enumerate(chosen):
+                if progress is not None:
+                    progress(f"measuring head {head} of {layer or 'the model'}", done / len(chosen))
+                changing.change = _Change(layer, head, temperature)
+                effects.append(_compare(layer, head, baseline, run()))
+    effects.sort(key=lambda effect: -effect.size if math.isfinite(effect.size) else -math.inf)
+    unreached = tuple(path for path in seen.layers if path not in changing.reached)
+    said = "switched off" if temperature is None else f"at {temperature:g} times the temperature"
+    return HeadEffects(said, baseline.loss, tuple(effects), unreached)
+
+
+@dataclass(frozen=True)
+class _Change:
+    layer: str
+    head: int
+    temperature: float | None
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    loss: float | None
+    output: Tensor
+
+
+class _ChangingWatch(FusedWatch):
+    """Computes attention with sqrtdk, one head of it changed; looks at nothing."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, None, 1, None)
+        self.change: _Change | None = None
+        self.reached: dict[str, int] = {}
+
+    def _begin_call(self) -> None:
+        pass
+
+    def _replace_torch(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        fused = super()._replace_torch(original)
+
+        def changed(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not self._thread.frames or query.dim() < 3 or not query.is_floating_point() or query.is_nested:
+                return fused(query, key, *args, **kwargs)
+            return self._switch_off(fused(self._rescale(query), key, *args, **kwargs), axis=-3)
+
+        return changed
+
+    def _attend(self, module: nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
+        output, weights = super()._attend(module, self._rescale(query), key, *args, **kwargs)
+        return self._switch_off(output, axis=-2), weights
+
+    def _change_here(self) -> _Change | None:
+        path = self._locate()[-1][1]
+        return self.change if self.change is not None and self.change.layer == path else None
+
+    def _rescale(self, query: Tensor) -> Tensor:
+        self.reached[self._locate()[-1][1]] = query.shape[-3]
+        change = self._change_here()
+        if change is None or change.temperature is None:
+            return query
+        factors = torch.ones(query.shape[-3], 1, 1, dtype=query.dtype, device=query.device)
+        factors[change.head] = 1.0 / change.temperature
+        return query * factors
+
+    def _switch_off(self, output: Tensor, axis: int) -> Tensor:
+        change = self._change_here()
+        if change is None or change.temperature is not None:
+            return output
+        output = output.clone()
+        output.select(axis, change.head).zero_()
+        return output
+
+
+class _Run:
+    """Runs the model on the batch, from the same random state each time."""
+
+    def __init__(self, model: nn.Module, batch: Any, loss: Any, output: Any) -> None:
+        self._model, self._batch, self._loss, self._output = model, batch, loss, output
+        self._random = torch.random.get_rng_state()
+
+    def __call__(self) -> _Outcome:
+        torch.random.set_rng_state(self._random)
+        if isinstance(self._batch, Mapping):
+            result = self._model(**self._batch)
+        elif isinstance(self._batch, tuple | list):
+            result = self._model(*self._batch)
+        else:
+            result = self._model(self._batch)
+        loss = getattr(result, "loss", None) if self._loss is None else self._loss(result)
+        tensor = _find_output(result) if self._output is None else self._output(result)
+        if not isinstance(tensor, Tensor):
+            raise InvalidTypeError(f"output must give a tensor, got {type(tensor).__name__}")
+        return _Outcome(None if loss is None else float(loss), tensor.detach().double())
+
+
+def _find_output(result: Any) -> Tensor:
+    for name in ("logits", "last_hidden_state"):
+        if isinstance(getattr(result, name, None), Tensor):
+            return getattr(result, name)  # type: ignore[no-any-return]
+    items = result.values() if isinstance(result, Mapping) else result if isinstance(result, tuple | list) else [result]
+    for item in items:
+        if isinstance(item, Tensor) and item.is_floating_point():
+            return item
+    raise InvalidTypeError(
+        f"the model returned {type(result).__name__} without a tensor; say with output= which to use"
+    )
+
+
+def _choose(heads: Sequence[tuple[str, int]] | None, reached: Mapping[str, int]) -> list[tuple[str, int]]:
+    if not reached:
+        raise InvalidValueError(
+            "model has no attention that can be changed: torch's operation, nn.MultiheadAttention and the registry of "
+            "transformers can be, attention in code of a model's own cannot"
+        )
+    known = [(path, head) for path, number in reached.items() for head in range(number)]
+    if heads is None:
+        return known
+    for one in heads:
+        if tuple(one) not in known:
+            layers = ", ".join(f"{path!r} ({number})" for path, number in reached.items())
+            raise InvalidValueError(f"heads must be pairs (layer, head) of these layers: {layers}; got {one!r}")
+    return [(path, head) for path, head in heads]
+
+
+def _compare(layer: str, head: int, baseline: _Outcome, changed: _Outcome) -> HeadEffect:
+    before, after = baseline.output, changed.output
+    loss = None if baseline.loss is None or changed.loss is None else changed.loss - baseline.loss
+    size = float(torch.linalg.vector_norm(before))
+    difference = float(torch.linalg.vector_norm(after - before))
+    cosine = torch.nn.functional.cosine_similarity(before, after, dim=-1) if before.dim() else torch.ones(())
+    return HeadEffect(layer, head, loss, difference / size if size else math.nan, float((1.0 - cosine).mean()))
+
+
+@contextmanager
+def _as_before(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside; every module's mode and torch's random stream as before afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    random = torch.random.get_rng_state()
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        torch.random.set_rng_state(random)

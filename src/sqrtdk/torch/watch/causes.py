@@ -1,0 +1,98 @@
+"""Lengths of queries and spread of keys of a seen call, added up per head: why its scores are as large as they are."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sqrtdk import HeadSummary
+from sqrtdk.causes import CauseSplit
+from sqrtdk.summary import Array
+from sqrtdk.torch.internals import without_modes
+from sqrtdk.torch.watch.calls import SeenCall
+
+# Tokens of a sequence that are looked at, evenly apart: means over them are known to some percent.
+_MOST_TOKENS = 64
+
+
+class CauseSums(NamedTuple):
+    """Sums per head `[H]`: queries, ‖q‖, scale²·‖q‖²; sequences, tr Cov(k)/dₖ."""
+
+    queries: Array
+    norms: Array
+    squares: Array
+    sequences: Array
+    spreads: Array
+
+    def merge(self, other: CauseSums) -> CauseSums:
+        """Those of both together."""
+        return CauseSums(*(one + two for one, two in zip(self, other, strict=True)))
+
+    def split(self, summary: HeadSummary) -> CauseSplit:
+        """The causes of the scores whose variance a summary has."""
+        with np.errstate(invalid="ignore", divide="ignore"):
+            norm, square = self.norms / self.queries, self.squares / self.queries
+            spread = self.spreads / self.sequences
+        return CauseSplit.of(norm, square, spread, summary["score_variance"].mean)
+
+
+def read_causes(call: SeenCall, tokens: Tensor | None, dimension: int) -> Tensor:
+    """The sums `[5, H]` of a call, from some of its tokens; padding (tokens `[B, L]` that are not there) left out.
+
+    Args:
+        call: the call.
+        tokens: which of its queries are tokens, if known; of its keys as well, if there are as many.
+        dimension: dₖ, columns of padding left out.
+    """
+    with without_modes(), torch.no_grad():
+        heads, groups = call.q.shape[1], call.k.shape[1]
+        queries, keys = _thin(call.q), _thin(call.k)
+        squares = queries.square().sum(dim=-1)  # [B, H, n]
+        factor = call.scale
+        if isinstance(factor, Tensor):
+            factor = factor.detach().to(squares)
+            factor = _thin(factor[..., None])[..., 0] if factor.shape[-1] > 1 else factor
+        present = _present(tokens, call.q, squares)
+        use = present * squares.isfinite()
+        squares = squares.nan_to_num(0.0, 0.0, 0.0)
+        scaled = squares * (factor * factor)
+        spreads = _spread(keys, _present(tokens, call.k, keys[..., 0]), dimension).repeat_interleave(
+            heads // groups, dim=1
+        )
+        finite = spreads.isfinite()
+        return torch.stack(
+            [
+                use.sum(dim=(0, 2)),
+                (squares.sqrt() * use).sum(dim=(0, 2)),
+                (scaled * use).sum(dim=(0, 2)),
+                finite.sum(dim=0).to(squares),
+                spreads.nan_to_num(0.0, 0.0, 0.0).sum(dim=0),
+            ]
+        )
+
+
+def _thin(x_BHLD: Tensor) -> Tensor:
+    """Some tokens of each sequence, in float32."""
+    step = -(-x_BHLD.shape[-2] // _MOST_TOKENS)
+    thin = x_BHLD.detach()[..., :: max(step, 1), :]
+    return thin.to(torch.promote_types(thin.dtype, torch.float32))
+
+
+def _present(tokens: Tensor | None, x_BHLD: Tensor, like_BHn: Tensor) -> Tensor:
+    """1 for tokens that are there, 0 for padding, as `[B, 1, n]`."""
+    batch, length = x_BHLD.shape[0], x_BHLD.shape[2]
+    if tokens is None or tuple(tokens.shape) != (batch, length):
+        return torch.ones_like(like_BHn[:, :1])
+    return _thin(tokens[:, None, :, None].to(like_BHn))[..., 0]
+
+
+def _spread(k_BGnD: Tensor, present_B1n: Tensor, dimension: int) -> Tensor:
+    """tr Cov(k)/dₖ per sequence and key head `[B, G]`; NaN where there are no two keys."""
+    weight = present_B1n[..., None]
+    total = weight.sum(dim=-2)  # [B, 1, 1]
+    mean = (k_BGnD * weight).sum(dim=-2, keepdim=True) / total[..., None]
+    variance = ((k_BGnD - mean).square() * weight).sum(dim=(-1, -2)) / total[..., 0]
+    return torch.where(total[..., 0] > 1, variance / dimension, torch.nan)
