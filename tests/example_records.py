@@ -6,6 +6,7 @@ from functools import cache
 import numpy as np
 
 from sqrtdk import exercises
+from sqrtdk.families import load_zoo
 from sqrtdk.records import Record
 
 POLICIES = ("none", "sqrt", "inverse")
@@ -145,4 +146,5 @@ def every_kind() -> dict[str, Record]:
         "ablation": make_ablation(),
         "swap": make_swap(),
         "bench": make_bench(),
+        "zoo": load_zoo(),
     }

@@ -9,9 +9,9 @@ import sqrtdk
 from sqrtdk import exercises, theory
 from sqrtdk.claims import Evidence, check_claims, list_claims
 from sqrtdk.claims.claim import SOURCES, agree, covers, estimate_variance, row
-from sqrtdk.claims.published_models import PUBLISHED, measure_scale, survey
 from sqrtdk.errors import SqrtdkError
 from sqrtdk.exercises.gaussian_rows import Estimate
+from sqrtdk.families import is_usual, load_zoo
 from sqrtdk.lab import Lab, Processes
 
 # The ids of the texts, group by group; a claim that is missing here or there is a claim that nobody checks.
@@ -181,20 +181,15 @@ def test_estimate_of_a_variance_covers_it():
     assert not covers(Estimate(1.0, 0.9, 1.1), 1.21)
 
 
-def test_models_without_transformers_are_as_published(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    rows = survey()
-    assert not any(item.measured for item in rows)
-    plain = ["GPT-2", "LLaMA 2 7B", "Qwen3 8B (norms q and k)", "Gemma 2 2B", "Gemma 2 9B"]
-    assert [item.model for item in rows if item.is_sqrt] == plain
-    with pytest.raises(SqrtdkError, match=r"sqrtdk\[hf\]"):
-        measure_scale(PUBLISHED[0])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("item", PUBLISHED, ids=lambda item: item.model)
-def test_published_scales_are_what_the_models_code_does(item):
-    assert measure_scale(item) == pytest.approx(item.scale, rel=1e-4)
+def test_the_scale_of_models_is_decided_by_the_record_that_ships():
+    (row,) = check_claims(["scale.models"]).tables["claims"]
+    rows = [one for one in load_zoo().tables["families"] if one["measured"] is not None]
+    usual = sum(map(is_usual, rows))
+    assert 0 < usual < len(rows)
+    assert row["verdict"] == "wrong"
+    assert f"{len(rows)} families of transformers" in row["computed"]
+    assert f"1/√dₖ in {usual};" in row["computed"]
+    assert "gpt_neo (1," in row["computed"]
 
 
 def test_too_short_a_training_decides_nothing():

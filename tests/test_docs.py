@@ -13,9 +13,10 @@ import typer
 from sqrtdk.audit_terminal import print_audit
 from sqrtdk.audits import read_shipped
 from sqrtdk.claims import list_claims
-from sqrtdk.claims.published_models import PUBLISHED
 from sqrtdk.cli import app
 from sqrtdk.exercises import gradients
+from sqrtdk.families import UNUSUAL_COLUMNS, is_usual, list_unusual, load_zoo
+from sqrtdk.terminal import markdown_table
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -57,7 +58,15 @@ COMMANDS = [
     if line.startswith("$ ")
 ]
 # These train models, measure for minutes, or take a model.
-SLOW_COMMANDS = ("sqrtdk claims", "sqrtdk ablate", "sqrtdk report", "sqrtdk bench", "sqrtdk audit")
+SLOW_COMMANDS = (
+    "sqrtdk zoo --measure",
+    "sqrtdk zoo --family",
+    "sqrtdk claims",
+    "sqrtdk ablate",
+    "sqrtdk report",
+    "sqrtdk bench",
+    "sqrtdk audit",
+)
 
 
 def run_in_order(blocks, folder):
@@ -173,10 +182,18 @@ def test_the_readme_has_the_gradients_that_the_exercise_measures():
     assert (share, int(rows)) == (f"{100 * cell['top_share']:.0f}", cell["rows"])
 
 
+def test_the_page_of_the_zoo_has_the_table_of_its_record():
+    page = (ROOT / "docs" / "zoo.md").read_text(encoding="utf-8")
+    record = load_zoo()
+    assert f"{record.headline} {record.reading[-1]}" in page
+    assert f"\n\n{markdown_table(list_unusual(record), UNUSUAL_COLUMNS)}\n\n" in page
+
+
 def test_the_readme_counts_what_there_is():
     claims = list_claims()
     count, training = readme(r"# (\d+) claims of the texts.*\((\w+) train models")
     assert int(count) == len(claims)
     assert training == {4: "four"}[sum(claim.trains for claim in claims)]
-    using, models = readme(r"(\d+) of (\d+) models do")
-    assert (int(using), int(models)) == (sum(model.is_sqrt for model in PUBLISHED), len(PUBLISHED))
+    using, families = readme(r"(\d+) of (\d+) families of transformers do")
+    rows = [row for row in load_zoo().tables["families"] if row["measured"] is not None]
+    assert (int(using), int(families)) == (sum(map(is_usual, rows)), len(rows))

@@ -41,6 +41,8 @@ def stack(config, inner=None):
         ({"scale_attn_weights": True}, 0.125),
         ({"scale_attn_weights": False}, 1.0),
         ({"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": True}, 0.125 / 4),
+        ({"pos_att_type": ["c2p", "p2c"]}, 192**-0.5),
+        ({"pos_att_type": []}, None),
         ({"key_multiplier": 0.5}, 0.125 / 2),
         ({"rope_parameters": YARN}, 0.125 * MSCALE**2),
         ({"rope_scaling": {"type": "yarn", "factor": 16.0}}, 0.125 * MSCALE**2),

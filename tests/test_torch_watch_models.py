@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from sqrtdk.torch import register_huggingface, watch
+from sqrtdk.torch.declared import declared_scale
 from torch_specimens import BATCH, GROUPED, SIZES, TEXT, TOKENS, VOCABULARY, ZOO, Specimen, feed, pad, run
 from torch_watched import entropy_per_head
 
@@ -85,6 +86,7 @@ def test_bits_weights_and_scale_of_every_family(name, side):
             for record in seen.scales:
                 assert record.effective == pytest.approx(SCALES.get(name, RIGHT), rel=1e-3), record
                 assert record.normalised == (name in NORMALISED)
+                assert declared_scale(model, record).value == pytest.approx(record.effective, rel=1e-3)
                 assert (record.at_the_call == 1.0) == (name in ON_THE_QUERY or name in ("gpt_neo", "t5", "deberta"))
 
 
@@ -231,3 +233,25 @@ def test_grouped_queries():
     with torch.no_grad(), watch(model) as seen:
         model(**feed(ZOO["llama"], "none", torch.float32))
     assert {summary.heads for summary in seen.layers.values()} == {4}
+
+
+@pytest.mark.parametrize(("name", "before"), [("llama", 1.0), ("opt", RIGHT)])
+def test_low_rank_adapters_of_peft_are_part_of_the_projection(name, before):
+    """LoRA beside q_proj: the scale is that of what comes out of both, and paths are those of the wrapped model."""
+    peft = pytest.importorskip("peft")
+    specimen = ZOO[name]
+    adapters = peft.LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(specimen.build(), adapters).eval()
+    fed = feed(specimen, "none", torch.float32)
+    with torch.no_grad():
+        expected = model(**fed).logits
+        with watch(model) as seen:
+            output = model(**fed).logits
+    assert torch.equal(output, expected)
+    assert not seen.unattributed
+    assert len(seen.scales) == 2
+    for record in seen.scales:
+        assert record.layer.startswith("base_model.model.model.")
+        assert record.before_the_call == pytest.approx(before, rel=1e-4)
+        assert record.effective == pytest.approx(RIGHT, rel=1e-4)
+        assert declared_scale(model, record).value == pytest.approx(RIGHT)

@@ -170,7 +170,19 @@ class Quantised(nn.Module):
         return functional.linear((x / by_token).round(), self.weight.to(x.dtype)) * by_token * self.scales
 
 
-@pytest.mark.parametrize("project", [Adapted, Quantised])
+class BatchNormed(nn.Module):
+    """A projection whose columns are shifted and scaled by a batch norm (LeViT)."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(inputs, outputs), nn.BatchNorm1d(outputs)
+        self.norm.weight.data.uniform_(0.5, 2.0)
+
+    def forward(self, x):
+        return self.norm(self.linear(x).transpose(1, 2)).transpose(1, 2)
+
+
+@pytest.mark.parametrize("project", [Adapted, Quantised, BatchNormed])
 def test_the_outermost_projection_counts(project):
     record = record_of(Scaled(lambda q, k: (q * RIGHT, rotate(k)), 1.0, project))
     assert record.before_the_call == pytest.approx(RIGHT, rel=1e-4)

@@ -408,6 +408,55 @@ def _read_text(path: Path) -> str:
         raise InvalidValueError(f"--text must be a file with text in UTF-8, got {path} ({error})") from None
 
 
+@app.command(epilog="Example: sqrtdk zoo --family gpt2 --family t5 --json")
+def zoo(
+    family: Annotated[
+        list[str] | None, typer.Option(help="Measure this family (model_type) here; may be given several times.")
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure every family here (minutes), not only show what was measured.")
+    ] = False,
+    store: Annotated[
+        Path | None, typer.Option(help="Directory with a file per family; started again, only the rest is measured.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes; default: one per core, two at least.", min=1)] = None,
+    json: Json = False,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print a Markdown table of the families that do not use 1/√dₖ.")
+    ] = False,
+    plot: Plot = None,
+) -> None:
+    """The scale that each family of transformers declares and the one its code applies, in small models.
+
+    Without options the record that comes with sqrtdk, with its date and versions; nothing is computed.
+    """
+    if json and markdown:
+        raise InvalidValueError("--json and --markdown exclude each other, got both")
+    _require_drawable(plot)
+    if not family and not measure:
+        from sqrtdk.families import load_zoo
+
+        record = load_zoo()
+    else:
+        from sqrtdk.zoo import take_census
+
+        with _working("measuring families") as bar:
+            record = take_census(
+                family,
+                workers=workers,
+                store=store,
+                on_family=lambda name, done, total: bar.show(f"measured {name}, {done} of {total}", done / total),
+            )
+    if markdown:
+        from sqrtdk import terminal
+        from sqrtdk.families import UNUSUAL_COLUMNS, list_unusual
+
+        print(terminal.markdown_table(list_unusual(record), UNUSUAL_COLUMNS))
+        _draw(record, plot)
+        return
+    _present(record, json, plot)
+
+
 @app.command(epilog="Example: sqrtdk draw runs.sqlite ablation.html --kind ablation")
 def draw(
     source: Annotated[Path, typer.Argument(help="A store, or a file with what a command printed with --json.")],

@@ -1,11 +1,28 @@
-"""The scale that families of models use by design: a law in dₖ for each."""
+"""The scale that families of models use, as a law in dₖ: by design, or as it was measured in their code."""
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
+from functools import cache
+from importlib import resources
 
-__all__ = ["DESIGNED", "ScaleLaw", "law_of_family"]
+from sqrtdk.records import Record, Row
+
+__all__ = [
+    "DESIGNED",
+    "SAME_SCALE",
+    "UNUSUAL_COLUMNS",
+    "ScaleLaw",
+    "is_usual",
+    "law_of_family",
+    "list_unusual",
+    "load_zoo",
+]
+
+SAME_SCALE = 1e-3
+"""Relative: a measured scale is a ratio of rounded lengths."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +41,16 @@ class ScaleLaw:
         return self.multiple * math.pow(d_k, self.power)
 
 
-USUAL = ScaleLaw(1.0, -0.5)
-NONE = ScaleLaw(1.0, 0.0)
-INVERSE = ScaleLaw(1.0, -1.0)
+def is_usual(row: Row) -> bool:
+    """Whether the measured scale of a row of the zoo's record is 1/√dₖ.
+
+    >>> is_usual({"measured": 0.125, "d_k": 64}), is_usual({"measured": 1.0, "d_k": 64})
+    (True, False)
+    """
+    return math.isclose(row["measured"] * math.sqrt(row["d_k"]), 1.0, rel_tol=SAME_SCALE)
+
+
+USUAL, NONE, INVERSE = ScaleLaw(1.0, -0.5), ScaleLaw(1.0, 0.0), ScaleLaw(1.0, -1.0)
 
 DESIGNED = {
     # Raffel et al. 2020 fold the scale into the initialisation; so do the descendants of T5.
@@ -45,9 +69,66 @@ DESIGNED = {
 
 
 def law_of_family(family: str) -> ScaleLaw | None:
-    """The law of a family (`model_type` of a configuration), None if it is not known.
+    """The law of a family (`model_type` of a configuration) by design, else as it was measured.
+
+    None where the family is not known, or where its layers follow no one law of 1/√dₖ, 1/dₖ or no scale.
 
     >>> law_of_family("t5")
     ScaleLaw(multiple=1.0, power=0.0)
+    >>> law_of_family("llama").at(64)
+    0.125
     """
-    return DESIGNED.get(family)
+    return DESIGNED.get(family) or _measured_laws().get(family)
+
+
+@cache
+def load_zoo() -> Record:
+    """The record of `sqrtdk zoo` that comes with the package: families of transformers, measured; with date, versions.
+
+    >>> load_zoo().kind
+    'zoo'
+    """
+    content = (resources.files("sqrtdk.data") / "zoo.json").read_text(encoding="utf-8")
+    return Record.from_json(json.loads(content))
+
+
+UNUSUAL_COLUMNS = ("family", "d_k", "measured", "times √dₖ", "declared", "q or k normalised", "soft cap")
+
+
+def list_unusual(record: Record) -> list[Row]:
+    """The families of a zoo's record that use another scale than 1/√dₖ, as rows with `UNUSUAL_COLUMNS`.
+
+    >>> {row["family"]: row["measured"] for row in list_unusual(load_zoo())}["gpt_neo"]
+    1.0
+    """
+    rows = [row for row in record.tables["families"] if row["measured"] is not None and not is_usual(row)]
+    return [
+        dict(
+            zip(
+                UNUSUAL_COLUMNS,
+                (
+                    *(row["family"], row["d_k"], row["measured"], row["measured"] * math.sqrt(row["d_k"])),
+                    *(row["declared"], "yes" if row["normalised"] else "no", row["softcap"]),
+                ),
+                strict=True,
+            )
+        )
+        for row in rows
+    ]
+
+
+@cache
+def _measured_laws() -> dict[str, ScaleLaw]:
+    layers: dict[str, list[tuple[int, float | None]]] = {}
+    for row in load_zoo().tables["layers"]:
+        layers.setdefault(row["family"], []).append((row["d_k"], row["measured"]))
+    laws = {}
+    for family, measured in layers.items():
+        fitting = [law for law in (USUAL, INVERSE, NONE) if all(_follows(law, *one) for one in measured)]
+        if fitting:
+            laws[family] = fitting[0]
+    return laws
+
+
+def _follows(law: ScaleLaw, d_k: int, measured: float | None) -> bool:
+    return measured is not None and math.isclose(measured, law.at(d_k), rel_tol=SAME_SCALE)

@@ -13,12 +13,13 @@ from sqrtdk import attention, scales, softmax
 from sqrtdk.claims.claim import Finding, Verdict, claim
 from sqrtdk.claims.evidence import Evidence
 from sqrtdk.claims.learning_claims import UNDECIDED, require_runs
-from sqrtdk.claims.published_models import survey
 from sqrtdk.errors import SqrtdkError
+from sqrtdk.families import is_usual, load_zoo
 from sqrtdk.lab.ablation import show_loss
 from sqrtdk.records import counted
 
 Array = npt.NDArray[np.float64]
+_MOST_NAMED = 12
 
 
 def _weights(evidence: Evidence, scale: object, d_k: int = 64) -> tuple[Array, Array]:
@@ -193,19 +194,19 @@ def _query(evidence: Evidence) -> Finding:
 
 @claim("scale.models", "S3", "modern LLMs universally use √dₖ")
 def _models(evidence: Evidence) -> Finding:
-    rows = survey()
-    plain = [item.model for item in rows if item.is_sqrt]
-    others = [
-        f"{item.model} ({item.scale:.4g} for 1/√{item.d_k} = {item.d_k**-0.5:.4g})" for item in rows if not item.is_sqrt
-    ]
-    how = "measured in the models' code" if all(item.measured for item in rows) else "from published configurations"
+    record = load_zoo()
+    rows = [row for row in record.tables["families"] if row["measured"] is not None]
+    others = [row for row in rows if not is_usual(row)]
+    # Those that say so first: what a model means is worth more than what it does.
+    others.sort(key=lambda row: (row["declared"] is None, row["normalised"], row["family"]))
+    named = [f"{row['family']} ({row['measured']:.4g}, 1/√{row['d_k']} = {row['d_k'] ** -0.5:.4g})" for row in others]
+    more = f" and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
+    plain = len(rows) - len(others)
+    not_in = f"; not in {', '.join(named[:_MOST_NAMED])}{more}" if named else ""
     return Finding(
-        f"{how}: 1/√dₖ in {len(plain)} of {len(rows)}: {', '.join(plain)}; not in {', '.join(others)}",
+        f"measured in small models of {len(rows)} families of transformers {record.versions['transformers']} "
+        f"({record.spec['date']}): 1/√dₖ in {plain}{not_in}",
         "wrong" if others and plain else ("holds" if plain else "depends"),
-        "The most common choice, not a universal one.",
-        {
-            "models": [
-                {"model": item.model, "d_k": item.d_k, "scale": item.scale, "measured": item.measured} for item in rows
-            ]
-        },
+        "The most common choice, not a universal one." if 2 * plain > len(rows) else "Not even the most common choice.",
+        {"date": record.spec["date"], "families": rows},
     )

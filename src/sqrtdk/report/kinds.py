@@ -7,7 +7,14 @@ from typing import NamedTuple
 
 from sqrtdk.errors import unknown_name
 from sqrtdk.records import Record
-from sqrtdk.report import bench_figures, claim_figures, exercise_figures, gradient_figures, learning_figures
+from sqrtdk.report import (
+    bench_figures,
+    claim_figures,
+    exercise_figures,
+    gradient_figures,
+    learning_figures,
+    zoo_figures,
+)
 from sqrtdk.report.figure import Figure
 
 Columns = Sequence[str] | None
@@ -167,6 +174,16 @@ KINDS: dict[str, Kind] = {
             "sqrtdk bench",
         ),
         prints_curves=False,
+    ),
+    "zoo": Kind(
+        {"families": None},
+        zoo_figures.show_zoo,
+        Section(
+            "The scale that models use",
+            "Which scale does each family of transformers declare, and which one does its code apply?",
+            "sqrtdk zoo",
+        ),
+        folded=("families", "layers"),
     ),
     "info": Kind({"backends": None}),
     "scales": Kind({"scales": None}),

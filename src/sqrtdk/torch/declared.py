@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from sqrtdk.families import law_of_family
+from sqrtdk.families import ScaleLaw, law_of_family
 from sqrtdk.torch.watch.effective import ScaleRecord
 from sqrtdk.torch.watch.modules import name_modules
 
@@ -25,11 +25,13 @@ class Declaration(NamedTuple):
 SILENT = Declaration(None, None)
 
 
-def declared_scale(model: nn.Module, scale: ScaleRecord) -> Declaration:
+def declared_scale(
+    model: nn.Module, scale: ScaleRecord, law_of: Callable[[str], ScaleLaw | None] = law_of_family
+) -> Declaration:
     """The declared scale of the layer that a scale was measured in.
 
     The nearest configuration (`config` of the layer or of a module around it) is asked first: a field that is the scale
-    (`attention_multiplier`, `softmax_scale`), one that it follows from (`query_pre_attn_scalar` n: 1/√n;
+    (`attention_multiplier`, `softmax_scale`) or that it follows from (`query_pre_attn_scalar` n: 1/√n; `pos_att_type`;
     `scale_attn_weights`, with `scale_attn_by_inverse_layer_idx` over the layer's number), factors on keys
     (`key_multiplier`) or on rotated vectors (YaRN's and LongRoPE's; where heads have a latent part, `mscale_all_dim`).
     Then the family (`model_type`). What the module itself holds is never asked: that may be the mistake.
@@ -38,6 +40,7 @@ def declared_scale(model: nn.Module, scale: ScaleRecord) -> Declaration:
         model: the model that was watched.
         scale: one record of `Seen.scales`; its path and dₖ are used, and whether q and k are normalised: then factors
             on them before the call are not part of what was measured, nor of what is declared.
+        law_of: the law of a family; by default what is known of it by design or by measurement.
 
     >>> from types import SimpleNamespace
     >>> model = nn.Identity()
@@ -54,7 +57,7 @@ def declared_scale(model: nn.Module, scale: ScaleRecord) -> Declaration:
     index = _layer_index(scale.layer)
     base = _declare_by_fields(configs[0], scale.d_k, index)
     if base is None:
-        base = _declare_by_family(configs, scale.d_k)
+        base = _declare_by_family(configs, scale.d_k, law_of)
     factor = None if scale.normalised else _factor_before_the_call(configs[0], index)
     if factor is None or factor.value == 1.0:
         return base or SILENT
@@ -103,6 +106,11 @@ def _declare_by_fields(config: Any, d_k: int, index: int | None) -> Declaration 
             value = _read_number(owner, name)
             if value is not None:
                 return Declaration(value, f"{prefix}.{name}")
+    terms = _read(config, "pos_att_type")
+    if isinstance(terms, list | tuple) and terms:
+        # DeBERTa (He et al. 2021, equation 4): as many terms are added as there are here, and the content's own.
+        count = 1 + len({"c2p", "p2c"} & {str(term) for term in terms})
+        return Declaration((count * d_k) ** -0.5, "config.pos_att_type")
     return _declare_by_switches(config, d_k, index)
 
 
@@ -119,10 +127,10 @@ def _declare_by_switches(config: Any, d_k: int, index: int | None) -> Declaratio
     return Declaration(value / (index + 1), f"{source}, config.scale_attn_by_inverse_layer_idx")
 
 
-def _declare_by_family(configs: list[Any], d_k: int) -> Declaration | None:
+def _declare_by_family(configs: list[Any], d_k: int, law_of: Callable[[str], ScaleLaw | None]) -> Declaration | None:
     for config in configs:
         family = _read(config, "model_type")
-        law = law_of_family(family) if isinstance(family, str) else None
+        law = law_of(family) if isinstance(family, str) else None
         if law is not None:
             return Declaration(law.at(d_k), f"family {family}")
     return None

@@ -275,13 +275,15 @@ _NORMS = frozenset(
 _REDUCTIONS = frozenset({"mean", "sum", "amax", "max", "var", "var_mean", "logsumexp"})
 _POWERS = frozenset({"pow", "rsqrt", "sqrt", "square", "reciprocal", "exp", "tanh"})
 _SHAPED = frozenset({"neg", "where", "masked_fill", "stack"})
+# Outside training a factor and a summand for each column, learnt like those of a projection: no norm of vectors.
+_COLUMNWISE = frozenset({"native_batch_norm", "_native_batch_norm_legit_no_training", "_batch_norm_no_update"})
 _WRITES = frozenset({"index_copy", "index_put", "slice_scatter"})
 # Entries as they were, in other places; a padding of zeros has no length.
 _SELECTIONS = frozenset({"constant_pad_nd", "roll", "index_select", "index", "gather", "repeat", "flip"})
 
 _ARITHMETIC = frozenset({"mul", "div", "add", "sub"})
 _CHANGES = _COPIES | _LIMITS | _ARITHMETIC | {"exp", "tanh", "where", "masked_fill"}
-_ELEMENTWISE = _CHANGES | _NORMS | _REDUCTIONS | _POWERS | _SHAPED | _WRITES | _SELECTIONS
+_ELEMENTWISE = _CHANGES | _COLUMNWISE | _NORMS | _REDUCTIONS | _POWERS | _SHAPED | _WRITES | _SELECTIONS
 
 HANDLERS: dict[str, Any] = {f"aten::{name}{end}": _see_product for name in _PRODUCTS for end in ("", "_")}
 HANDLERS |= {f"aten::{name}": _see_softmax for name in ("_softmax", "_safe_softmax")}

@@ -127,7 +127,8 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
         """Note what is made from learnt tensors alone."""
         if not isinstance(result, Tensor) or not result.is_floating_point():
             return
-        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        parts = [part for arg in args for part in (arg if isinstance(arg, list | tuple) else (arg,))]
+        tensors = [part for part in parts if isinstance(part, Tensor)]
         if tensors and all(map(self.is_learnt, tensors)) and not self.is_learnt(result):
             self.memory.note(result, is_learnt=True)
 
