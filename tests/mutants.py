@@ -114,7 +114,7 @@ MUTANTS = [
         "kernel/row_state.h",
         "row.tail3[i] = f * f * f * (row.tail3[i] + joins)",
         "row.tail3[i] = f * f * (row.tail3[i] + joins)",
-        ("tests/test_kernel.py", "tests/test_statistics.py"),
+        ("tests/test_kernel_edges.py", "tests/test_statistics.py", "tests/test_attention.py"),
     ),
     Mutant(
         "the kernel's parts of a long row are added without their common maximum",
@@ -128,7 +128,7 @@ MUTANTS = [
         "kernel/visibility.h",
         "all = all && lo[i] <= begin && hi[i] >= end - 1;",
         "all = all && lo[i] <= begin && hi[i] >= end - 2;",
-        ("tests/test_kernel.py",),
+        ("tests/test_kernel_edges.py",),
     ),
 ]
 

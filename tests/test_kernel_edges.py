@@ -48,6 +48,22 @@ def test_rows_that_see_nothing_beside_a_scale_that_is_not_folded(call, scale):
     assert_statistics_equal(result.statistics, expected.statistics, ("visible_keys", "max_key"))
 
 
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("width", [None, 0, 70])
+def test_visibility_may_end_at_any_key_of_a_block(rows, width):
+    """Every key in turn is the last or the first that a row sees: blocks are whole, cut or left out."""
+    keys, window = 150, None if width is None else (width, 0)
+    for offset in range(-2, keys):
+        result = attend_to(np.zeros(keys), ROWS[rows], causal=True, causal_offset=offset, window=window)
+        last = np.minimum(np.arange(ROWS[rows]) + offset, keys - 1)
+        first = 0 if width is None else np.maximum(np.arange(ROWS[rows]) + offset - width, 0)
+        seen = np.maximum(last - first + 1, 0)
+        mean = np.where(seen > 0, ((first + last) / (keys - 1) - 1.0), 0.0)  # of values from −1 to 1
+        np.testing.assert_array_equal(result.statistics.visible_keys, seen, err_msg=f"offset {offset}")
+        np.testing.assert_allclose(result.output[:, 0], mean, atol=2e-6, err_msg=f"offset {offset}")
+        np.testing.assert_allclose(result.statistics.effective_keys, seen, rtol=1e-5, err_msg=f"offset {offset}")
+
+
 @pytest.mark.parametrize("queries", [1, 3, 70])
 @pytest.mark.parametrize("true", [2, 128, 255, "any"])
 def test_whatever_is_not_zero_in_a_boolean_mask_is_true(queries, true):
