@@ -10,7 +10,7 @@ from sqrtdk.lab import RunSpec
 from sqrtdk.lab.transformer import SeenAttention, Transformer, describe_attention, describe_temperature, draw_query_key
 from sqrtdk.scales import LEARNABLE
 from sqrtdk.torch import attention
-from sqrtdk.torch.scales import LearnableScale
+from sqrtdk.torch.scale_protocol import LearnableScale
 
 EVERY_SCALE = [
     "none",

@@ -6,7 +6,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sqrtdk.torch import attention, scaled_dot_product_attention
-from sqrtdk.torch.scales import LearnableScale
+from sqrtdk.torch.scale_protocol import LearnableScale
 from torch_cases import (
     CALLS,
     ON_THE_BEST_AND_THE_REFERENCE,

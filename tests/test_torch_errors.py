@@ -11,7 +11,7 @@ import sqrtdk
 from sqrtdk import SqrtdkError, scales
 from sqrtdk.errors import SqrtdkWarning
 from sqrtdk.torch import attention, scaled_dot_product_attention
-from sqrtdk.torch.scales import LearnableScale
+from sqrtdk.torch.scale_protocol import LearnableScale
 from torch_cases import ON_THE_BEST_AND_THE_REFERENCE
 
 pytestmark = ON_THE_BEST_AND_THE_REFERENCE

@@ -10,7 +10,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from sqrtdk import backends, scales
 from sqrtdk.torch import attention, engines, tiles
 from sqrtdk.torch.engines import blocks
-from sqrtdk.torch.scales import LearnableScale
+from sqrtdk.torch.scale_protocol import LearnableScale
 from torch_cases import (
     ON_THE_BEST_AND_THE_REFERENCE,
     differentiate_in_reference,

@@ -11,7 +11,7 @@ import sqrtdk
 import sqrtdk.torch
 from sqrtdk import SqrtdkError, scales
 from sqrtdk.torch.nn import LearnedTemperature, QKNorm, QueryTemperature, make_learnable
-from sqrtdk.torch.scales import LearnableScale, TensorContext
+from sqrtdk.torch.scale_protocol import LearnableScale, TensorContext
 
 D_K, HEADS = 24, 4  # 1/√24 has no exact float: a second rounding of it would show
 

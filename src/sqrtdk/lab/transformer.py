@@ -22,7 +22,7 @@ from sqrtdk.statistics import AttentionStatistics
 from sqrtdk.torch import attention
 from sqrtdk.torch.nn import make_learnable
 from sqrtdk.torch.policies import apply_scale
-from sqrtdk.torch.scales import LearnableScale
+from sqrtdk.torch.scale_protocol import LearnableScale
 
 _WEIGHT_STREAM = 1
 _QUERY_KEY_STREAM = 2

@@ -14,7 +14,14 @@ from sqrtdk.call import ALIGNED, OPEN, Band, Call, Wanted, as_truth
 from sqrtdk.errors import InvalidTypeError
 from sqrtdk.scales import Policy
 from sqrtdk.statistics import AttentionStatistics, Sample
-from sqrtdk.torch.arguments import (
+from sqrtdk.torch.autograd import run
+from sqrtdk.torch.engines.tensor_kernel import TENSOR_KERNEL
+from sqrtdk.torch.internals import without_derivatives
+from sqrtdk.torch.policies import Scaled, TensorScale, apply_scale
+from sqrtdk.torch.pressure import TemperaturePressure
+from sqrtdk.torch.sampling import check_sample, sample_positions
+from sqrtdk.torch.scale_protocol import LearnableScale
+from sqrtdk.torch.tensor_arguments import (
     broadcast_heads,
     cast_for_autocast,
     require_dropout,
@@ -23,13 +30,6 @@ from sqrtdk.torch.arguments import (
     require_sinks,
     require_tensors,
 )
-from sqrtdk.torch.autograd import run
-from sqrtdk.torch.engines.tensor_kernel import TENSOR_KERNEL
-from sqrtdk.torch.internals import without_derivatives
-from sqrtdk.torch.policies import Scaled, TensorScale, apply_scale
-from sqrtdk.torch.pressure import TemperaturePressure
-from sqrtdk.torch.sampling import check_sample, sample_positions
-from sqrtdk.torch.scales import LearnableScale
 
 
 class Dialect(NamedTuple):

@@ -13,8 +13,8 @@ from sqrtdk import scales
 from sqrtdk.call import Band, count_visible, row_numbers
 from sqrtdk.errors import InvalidTypeError
 from sqrtdk.scales import Policy, ScaleContext
-from sqrtdk.torch.arguments import require_finite_number, require_scale_tensor
-from sqrtdk.torch.scales import LearnableScale, TensorContext
+from sqrtdk.torch.scale_protocol import LearnableScale, TensorContext
+from sqrtdk.torch.tensor_arguments import require_finite_number, require_scale_tensor
 from sqrtdk.torch.tiles import wide_dtype, working_dtype
 
 TensorScale = float | Tensor | str | Policy | LearnableScale | None

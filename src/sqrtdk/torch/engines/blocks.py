@@ -10,7 +10,6 @@ from torch import Tensor
 
 from sqrtdk.backends import Plan
 from sqrtdk.call import Backward, Call, Forward, Slopes, Wanted
-from sqrtdk.torch.arguments import without_autocast
 from sqrtdk.torch.softening import (
     Softmax,
     compute_softmax,
@@ -20,6 +19,7 @@ from sqrtdk.torch.softening import (
     visible_like,
     weigh,
 )
+from sqrtdk.torch.tensor_arguments import without_autocast
 from sqrtdk.torch.tiles import (
     Block,
     Entries,

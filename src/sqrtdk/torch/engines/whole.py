@@ -10,9 +10,9 @@ from torch import Tensor
 
 from sqrtdk.backends import Plan
 from sqrtdk.call import Backward, Call, Forward, Slopes, Wanted
-from sqrtdk.torch.arguments import without_autocast
 from sqrtdk.torch.internals import without_derivatives
 from sqrtdk.torch.softening import Softmax, compute_softmax, describe_block, differentiate_block, multiply, visible_like
+from sqrtdk.torch.tensor_arguments import without_autocast
 from sqrtdk.torch.tiles import Block, Entries, Tile, as_rank, by_group, cut_block, wide_dtype
 
 

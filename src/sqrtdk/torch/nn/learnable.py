@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from sqrtdk.errors import InvalidTypeError, InvalidValueError, unknown_name
 from sqrtdk.scales import LEARNABLE, Cosine, Policy
 from sqrtdk.scales import QKNorm as FixedQKNorm
-from sqrtdk.torch.scales import LearnableScale, TensorContext
+from sqrtdk.torch.scale_protocol import LearnableScale, TensorContext
 
 
 def make_learnable(name: str, d_k: int, heads: int | None = None) -> LearnableScale:

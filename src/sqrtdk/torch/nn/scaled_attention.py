@@ -15,12 +15,12 @@ from sqrtdk.arguments import Window
 from sqrtdk.attention import Attention
 from sqrtdk.errors import InvalidTypeError, InvalidValueError, unknown_name
 from sqrtdk.scales import LEARNABLE, Policy, names, resolve
-from sqrtdk.torch.arguments import require_dropout
 from sqrtdk.torch.functional import attention
 from sqrtdk.torch.nn.cache import KVCache
 from sqrtdk.torch.nn.learnable import HeadScale, make_learnable, require_count
 from sqrtdk.torch.pressure import TemperaturePressure
-from sqrtdk.torch.scales import LearnableScale
+from sqrtdk.torch.scale_protocol import LearnableScale
+from sqrtdk.torch.tensor_arguments import require_dropout
 
 Context = Tensor | tuple[Tensor, Tensor]
 
