@@ -343,6 +343,24 @@ class Odd(ByHand):
         return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
+class Widened(Odd):
+    """Weights that are not understood, and given two more columns before they meet the values (Longformer's chunks)."""
+
+    def forward(self, x, attention_mask=None):
+        q, k, v = (self.split(f(x)) for f in (self.q_proj, self.k_proj, self.v_proj))
+        weights = functional.pad(torch.sin(q @ k.transpose(-1, -2)).softmax(-1), (0, 2))
+        return (weights @ functional.pad(v, (0, 0, 0, 2))).transpose(1, 2).flatten(2)
+
+
+def test_what_is_not_understood_counts_whatever_becomes_of_its_weights():
+    model = build(Widened)
+    with watch(model) as seen:
+        model(make_input())
+    ((_, reason, times),) = seen.unattributed
+    assert (times, seen.layers) == (1, {})
+    assert reason.startswith("the scores of its softmax could not be followed")
+
+
 class Wrong(ByHand):
     """A softmax that is changed behind the back of who looks: the weights are not those of its scores."""
 

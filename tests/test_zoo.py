@@ -138,7 +138,7 @@ def test_a_family_is_shown_by_most_of_its_layers_and_the_note_says_the_rest():
     assert rows["mixed"]["note"] == "0.1 at dₖ 100 in 1 layer from v.0; not run: audio"
     assert (rows["lost"]["measured"], rows["lost"]["note"]) == (None, "too large")
     assert rows["conv"]["note"] == "no attention in what ran"
-    assert rows["hashed"]["note"] == "what it calls attention was not recognised as such"
+    assert rows["hashed"]["note"] == "no attention was recognised in what ran"
     assert rows["odd"]["note"] == "not understood: its scores are capped twice"
     assert rows["loose"]["note"] == "recovered weights within 2e-05 of its own; with torch's attention: h.0: 0.25"
     assert record.headline.startswith("3 of 7 families measured: 2 use 1/√dₖ, 1 another scale (0 of them normalise")

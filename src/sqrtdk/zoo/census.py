@@ -186,7 +186,7 @@ def _write_note(answer: Answer, groups: list[dict[str, Any]], main: dict[str, An
     parts = []
     if not groups and not answer["missed"]:
         none = "no attention in what ran"
-        parts.append("what it calls attention was not recognised as such" if answer["called"] else none)
+        parts.append("no attention was recognised in what ran" if answer["called"] else none)
     if main.get("reason") and main["measured"] is None:
         parts.append(str(main["reason"]))
     for group in groups:

@@ -198,7 +198,9 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
                 axis = one.ndim - 1 if one is a else one.ndim - 2
                 fact.candidate = self.judge(fact.scores, one, one, axis)
             if fact.candidate is not None and self.memory.look_up(other) is not fact:
-                if contracted in (fact.candidate.keys, fact.candidate.keys + 1):
+                # What was not understood may have been rearranged since, as the diagonals of a sliding window are.
+                is_lost = fact.candidate.reason is not None
+                if is_lost or contracted in (fact.candidate.keys, fact.candidate.keys + 1):
                     fact.candidate.stack = _common(fact.candidate.stack, self._locate())
                     self._confirm(fact.candidate)
                 self._root(output, [])
