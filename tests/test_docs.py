@@ -117,7 +117,8 @@ def test_quick_commands_run(command, tmp_path):
     arguments = shlex.split(command, comments=True)[1:]
     run = [sys.executable, "-m", "sqrtdk", *arguments]
     done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr) == (0, "")
+    told = [line for line in done.stderr.splitlines() if not re.fullmatch(r"sqrtdk: .* \([^()]*\d s\)", line)]
+    assert (done.returncode, told) == (0, [])  # beside the progress, told on a busy machine
     assert done.stdout
 
 

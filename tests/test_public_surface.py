@@ -17,9 +17,9 @@ HEAVY = ["torch", "transformers", "plotly", "matplotlib", "ray", "rich", "typer"
 PROBE = """
 import json, sys, time
 import numpy
-start = time.perf_counter()
+start = time.process_time()
 import sqrtdk
-print(json.dumps({"seconds": time.perf_counter() - start, "modules": sorted(sys.modules)}))
+print(json.dumps({"seconds": time.process_time() - start, "modules": sorted(sys.modules)}))
 """
 
 
