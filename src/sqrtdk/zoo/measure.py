@@ -60,7 +60,7 @@ def measure(family: str) -> Answer:
 def _is_no_question_of_size(reasons: list[str]) -> bool:
     """Whether a larger model would not run either: what it lacks is an argument, a package, a part of its default."""
     lacking = reasons[-1:] and "required positional argument" in reasons[-1]
-    return bool(lacking) or any(reasons.count(reason) > 1 for reason in reasons if reason.startswith(NOT_BUILT))
+    return bool(lacking) or any(reasons.count(reason) > 2 for reason in reasons if reason.startswith(NOT_BUILT))
 
 
 def _try(family: str, size: Size, reasons: list[str]) -> tuple[Answer | None, bool]:
