@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from dataclasses import dataclass, field
@@ -134,7 +135,16 @@ def attention_by_definition(
 
 
 def exact_row(logits):
-    """The statistics of one row of logits (float64 numbers, all visible) in arbitrary precision, as mpmath numbers."""
+    """The statistics of one row of logits (float64 numbers, all visible) in arbitrary precision, as mpmath numbers.
+
+    Kept: every level of the kernel is asked about the same rows.
+    """
+    return _exact_row(np.asarray(logits, np.float64).tobytes())
+
+
+@functools.cache
+def _exact_row(numbers):
+    logits = np.frombuffer(numbers)
     # The Jacobian's norm squared is of order e^(−2·gap) next to terms of order one, gap between the largest two.
     gap = float(np.diff(np.sort(logits)[-2:]).sum())
     with mpmath.workdps(40 + int(min(gap, 700.0))):

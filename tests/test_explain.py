@@ -59,6 +59,7 @@ def test_explain_at_the_size_where_a_rule_of_thumb_fails():
     assert record.reading[-1].endswith("at this size scaling matters.")
 
 
+@pytest.mark.slow
 def test_explain_predicts_what_it_measures():
     """Eight seeds, six sizes: each prediction is exact, so that its 95% interval holds it 19 times in 20."""
     rows = [

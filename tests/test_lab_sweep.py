@@ -188,7 +188,7 @@ def test_processes_give_the_same_numbers_as_one(tmp_path):
     assert not multiprocessing.active_children()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_workers_stay_for_the_next_sweep_and_one_that_died_meanwhile_is_replaced():
     with make_lab(workers=2) as lab:
         lab.run(grid(2))
@@ -206,7 +206,7 @@ def test_workers_stay_for_the_next_sweep_and_one_that_died_meanwhile_is_replaced
     assert not multiprocessing.active_children()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_dead_worker_fails_its_run_alone():
     killed = []
 
@@ -223,7 +223,7 @@ def test_a_dead_worker_fails_its_run_alone():
     assert any("exit code -9" in record.row.get("message", "") for record in records)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_interrupt_stops_the_workers_and_keeps_what_is_done(tmp_path):
     def interrupt(state):
         if state.done == 1:
@@ -280,7 +280,7 @@ def wait_until(condition, seconds):
         time.sleep(0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="reads /proc")
 def test_a_killed_sweep_keeps_its_runs_leaves_no_orphans_and_goes_on(tmp_path):
     path = tmp_path / "runs.sqlite"
@@ -307,7 +307,7 @@ def test_a_killed_sweep_keeps_its_runs_leaves_no_orphans_and_goes_on(tmp_path):
     assert losses(again) == [row["final_loss"] for row in record.tables["runs"][:2]]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_sweeps_share_a_new_file(tmp_path):
     path = tmp_path / "runs.sqlite"
     sweeps = [start_sweep(tmp_path, path, seeds=3, steps=40) for _ in range(2)]
@@ -325,7 +325,7 @@ def test_an_unguarded_script_is_told_so(tmp_path):
     assert "guarded by" in result.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="reads /proc")
 @pytest.mark.parametrize("delay", [0.0, 0.1, 0.5, 1.5])
 def test_ctrl_c_while_workers_start_is_one_line(tmp_path, delay):
