@@ -207,6 +207,20 @@ def test_workers_stay_for_the_next_sweep_and_one_that_died_meanwhile_is_replaced
 
 
 @pytest.mark.long
+def test_workers_that_were_prepared_are_used():
+    with make_lab(workers=2) as lab:
+        lab.prepare()
+        prepared = {child.pid for child in multiprocessing.active_children()}
+        assert len(prepared) == 2
+        records = lab.run(grid(3))
+        assert [record.row["status"] for record in records] == ["done"] * 3
+        assert {child.pid for child in multiprocessing.active_children()} == prepared
+    with make_lab(workers=1) as lab:
+        lab.prepare()
+        assert not multiprocessing.active_children()
+
+
+@pytest.mark.long
 def test_a_dead_worker_fails_its_run_alone():
     killed = []
 

@@ -322,6 +322,8 @@ def report(
     with naming("--output"):
         require_page(output)
     with _evidence(seed, seeds, steps, store, workers) as (evidence, bar):
+        if not len(evidence.lab.store):
+            evidence.lab.prepare()
         checked = check_claims(None, evidence, on_claim=lambda claim, i, n: bar.show(f"checking {claim.id}", i / n))
         bar.show("exercises", 0.9)
         made = [

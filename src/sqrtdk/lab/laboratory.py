@@ -19,6 +19,9 @@ from sqrtdk.records import Record
 class Executor(Protocol):
     """Who trains: takes run after run from a sweep (`take`), tells its steps (`advance`), hands it in (`finish`)."""
 
+    def prepare(self) -> None:
+        """Get ready: runs will come."""
+
     def execute(self, sweep: Sweep) -> None:
         """Train until nothing is pending."""
 
@@ -66,6 +69,11 @@ class Lab:
         sweep.tell()
         self.executor.execute(sweep)
         return [sweep.records[spec.key] for spec in specs]
+
+    def prepare(self) -> None:
+        """Let the executor get ready while something else is done; nothing where torch is not installed."""
+        if importlib.util.find_spec("torch") is not None:
+            self.executor.prepare()
 
     def keep(self, record: Record) -> Record:
         """Put a finished record into the store, in place of one of the same kind and spec, and give it back."""

@@ -56,6 +56,11 @@ class Processes:
             job = spec
             sweep.finish(job, _train_guarded(job, lambda step, job=job: sweep.advance(job, step)))  # type: ignore[misc]
 
+    def prepare(self) -> None:
+        """Start the processes now: they import torch while the caller does something else."""
+        while self.workers > 1 and len(self._idle) < self.workers:
+            self._idle.append(_start_worker())
+
     def close(self) -> None:
         """End the processes; the next sweep would start new ones."""
         while self._idle:
@@ -86,6 +91,9 @@ class Processes:
         """Let an idle worker begin, or start one, which begins when it has said that it is ready."""
         while self._idle:
             worker = self._idle.pop()
+            if not worker.ready:  # it will say so
+                busy.append(worker)
+                return
             if _give_next(sweep, worker):
                 busy.append(worker)
                 return
@@ -118,6 +126,8 @@ def _serve(connection: Connection) -> None:
     # Ctrl-C reaches the whole process group; the parent alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
+        from sqrtdk.lab import train  # noqa: F401  torch loads before it is waited for
+
         connection.send(("ready", None))
         while True:
             spec = connection.recv()

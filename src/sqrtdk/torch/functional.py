@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 from torch import Tensor
 
 from sqrtdk.arguments import Window, warn_of_truth_values
@@ -122,14 +120,7 @@ def scaled_dot_product_attention(
     ...                torch.nn.functional.scaled_dot_product_attention(q, k, v), atol=1e-5)
     True
     """
-    result = compute(
-        query,
-        key,
-        value,
-        scale=scale,
-        mask=attn_mask,
-        causal=is_causal,
-        dropout=dropout_p,
-        dialect=TORCHS_GROUPED if enable_gqa else TORCHS,
-    )
-    return cast(Tensor, result.output)
+    dialect = TORCHS_GROUPED if enable_gqa else TORCHS
+    # An item of the tuple, taken by its number, by position: a call of microseconds feels each name.
+    output: Tensor = compute(query, key, value, scale, attn_mask, is_causal, dropout_p, dialect)[0]  # type: ignore[assignment]
+    return output

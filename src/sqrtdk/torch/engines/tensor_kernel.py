@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sqrtdk import backends
 from sqrtdk.arguments import FLOATS
-from sqrtdk.backends import Plan
+from sqrtdk.backends import MAX_THREADS, Plan
 from sqrtdk.call import OPEN_ABOVE, OPEN_BELOW, Backward, Call, Forward, Slopes, Wanted
 from sqrtdk.engines.describe import describe_blind
 from sqrtdk.engines.kernel import BOOLEAN_MASK, FIRST_FLOAT_MASK, NO_MASK, Problem
@@ -77,7 +77,7 @@ class TensorKernel:
         assert plan.forward is not None
         done = plan.forward(
             plan.level,
-            min(_count_threads(), backends.MAX_THREADS),
+            min(_count_threads(), MAX_THREADS),
             *_as_problem(call),
             _view(output),
             None if measures is None else _view(measures),
@@ -114,7 +114,7 @@ class TensorKernel:
         assert plan.backward is not None
         if not plan.backward(
             plan.level,
-            min(_count_threads(), backends.MAX_THREADS),
+            min(_count_threads(), MAX_THREADS),
             *_as_problem(call),
             _view(done.saved.contiguous()),
             _view(output),
@@ -132,10 +132,10 @@ class TensorKernel:
 
     def shortcut(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, causal: bool, statistics: bool
-    ) -> Forward | None:
-        """The plain operation, causal from the start or not, before there is a `Call`; None if anything is unusual.
+    ) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
+        """Output, measures and counts of the plain operation, causal from the start or not; None if it is unusual.
 
-        The way around all that other calls go through, which takes longer than computing a small one: plain tensors
+        Before there is a `Call`: the way around all that takes longer than computing a small one. Plain tensors
         of one dtype on the CPU, shapes that fit, nobody who watches, no gradient. Whatever is refused here is checked,
         explained or computed by the longer way, so this may refuse too much, never too little.
         """
@@ -152,8 +152,6 @@ class TensorKernel:
                 and others == value.shape
                 and (shape == others or (shape[:-2] == others[:-2] and shape[-1] == others[-1] and not causal))
                 and len(shape) > 1
-                and query.numel()
-                and key.numel()
                 and not (_is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
                 and not (query.is_neg() or key.is_neg() or value.is_neg())
             ):
@@ -163,18 +161,24 @@ class TensorKernel:
             if plan.forward is None or factor - factor != 0.0:
                 return None
             at_query, at_key, at_value = query.data_ptr(), key.data_ptr(), value.data_ptr()
-            if not (at_query and at_key and at_value):  # zeros that are nowhere, a storage that was given back
+            # No elements, zeros that are nowhere, a storage that was given back.
+            if not (at_query and at_key and at_value):
                 return None
-            # Contiguous in any case: a query that is dense in another order would hand that order on.
-            output = _empty_like(query) if query.is_contiguous() else query.new_empty(shape)
+            strides = query.stride()
+            if query.is_contiguous():
+                output, output_strides = _empty_like(query), strides
+            else:  # dense in another order, a query would hand that order on
+                output = query.new_empty(shape)
+                output_strides = output.stride()
             measures = query.new_empty((11, *shape[:-1]), dtype=torch.float64) if statistics else None
             counts = query.new_empty((2, *shape[:-1]), dtype=torch.int64) if statistics else None
             item = query.itemsize
+            threads = _count_threads()
             done = plan.forward(
                 plan.level,
-                min(_count_threads(), backends.MAX_THREADS),
+                threads if threads < MAX_THREADS else MAX_THREADS,
                 _CODES[dtype],
-                (at_query, item, shape, query.stride()),
+                (at_query, item, shape, strides),
                 (at_key, item, others, key.stride()),
                 (at_value, item, others, value.stride()),
                 factor,
@@ -185,14 +189,14 @@ class TensorKernel:
                 0 if causal else OPEN_ABOVE,
                 0.0,
                 None,
-                (output.data_ptr(), item, shape, output.stride()),
+                (output.data_ptr(), item, shape, output_strides),
                 None if measures is None else _view(measures),
                 None if counts is None else _view(counts),
                 find_team(),
             )
         except (AttributeError, KeyError, RuntimeError):  # no tensor, no floating one, none with strides
             return None
-        return Forward(output, measures, counts) if done else None
+        return (output, measures, counts) if done else None
 
 
 TENSOR_KERNEL = TensorKernel()
