@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rows_of_noise import statistics_of_noise, take
 from sqrtdk import AttentionStatistics, HeadSummary, SqrtdkError, attention
 from sqrtdk.statistics import ROW_FIELDS
-from sqrtdk.summary import BIN_EDGES, FARTHEST, SUMMARISED, Moments
+from sqrtdk.summary import BIN_EDGES, FARTHEST, SUMMARISED, Moments, find_bins
 
 
 def entries_of(rows, at):
@@ -243,3 +243,13 @@ def test_an_offset_that_is_not_counted_apart_is_refused(offset):
     keys = HeadSummary.of(choose([[0, 1]])).max_keys
     with pytest.raises(SqrtdkError, match=r"offset must be an integer from -64 to 64, got "):
         keys.offset_share(offset)
+
+
+def test_bins_are_those_of_a_search_among_the_edges():
+    rng = np.random.default_rng(0)
+    sizes = 10.0 ** rng.uniform(-6, 12, 20000)
+    near = [np.nextafter(BIN_EDGES, -np.inf), BIN_EDGES, np.nextafter(BIN_EDGES, np.inf)]
+    odd = [0.0, -0.0, 5e-324, -5e-324, 1e308, -1e308]
+    for values in (sizes, np.concatenate([sizes, -sizes, *near, odd])):
+        np.testing.assert_array_equal(find_bins(values), np.searchsorted(BIN_EDGES, values, side="right"))
+    assert find_bins(np.zeros((3, 0))).shape == (3, 0)

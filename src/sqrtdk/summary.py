@@ -38,8 +38,31 @@ SUMMARISED = (
 
 # Bin edges for quantiles: symmetric, linear to 1e-3 around zero and logarithmic beyond, so that entropy ratios
 # (0 to 1), logits (±100) and variances (to 1e9) share one histogram with 3% relative resolution.
-_DECADES = np.geomspace(1e-3, 1e9, 12 * 80 + 1)
+_PER_DECADE = 80
+_DECADES = np.geomspace(1e-3, 1e9, 12 * _PER_DECADE + 1)
 BIN_EDGES = np.concatenate([-_DECADES[::-1], _DECADES])
+_LAST = len(_DECADES) - 1
+
+
+def find_bins(values: Array) -> Array:
+    """How many edges are at most each value: `np.searchsorted(BIN_EDGES, values, side="right")`, four times as fast.
+
+    Found by a logarithm, which may miss by one bin, and a comparison with the edges there.
+
+    >>> find_bins(np.array([-2.0, 0.0, 1e-3, 1.0])).tolist()
+    [696, 961, 962, 1202]
+    """
+    size = np.abs(values)
+    # int32 and rounding to zero are the fast ones; the least size is at the first edge, so nothing is negative.
+    guess: Array = ((np.log10(np.clip(size, 1e-3, 1e9)) + 3.0) * _PER_DECADE).astype(np.int32)
+    np.minimum(guess, _LAST, out=guess)
+    beyond = _DECADES.take(np.minimum(guess + 1, _LAST))
+    below = guess - (_DECADES.take(guess) > size) + ((beyond <= size) & (guess < _LAST)) + 1  # edges that are not above
+    is_negative = values < 0
+    if not is_negative.any():
+        return np.asarray(below + len(_DECADES))
+    on_edge = (below > 0) & (_DECADES.take(np.maximum(below - 1, 0)) == size)
+    return np.asarray(np.where(is_negative, len(_DECADES) - below + on_edge, below + len(_DECADES)))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -67,7 +90,7 @@ class Moments(Shown):
         kept = np.where(finite, values_HN, 0.0).astype(np.float64)
         mean = np.where(count > 0, kept.sum(axis=1) / some, np.nan)
         deviation = np.where(finite, kept - mean[:, None], 0.0)
-        bins = np.searchsorted(BIN_EDGES, kept, side="right")
+        bins = find_bins(kept)
         histogram = (
             np.stack(
                 [np.bincount(row[use], minlength=len(BIN_EDGES) + 1) for row, use in zip(bins, finite, strict=True)]

@@ -1,0 +1,148 @@
+"""What watching costs a model of GPT-2's small size: forward passes, and training steps under `Monitor`.
+
+    python benchmarks/watching_cost.py --output benchmarks/watching-cost.json
+
+Forward passes run plain, under `watch`, under `watch(fuse=True)` and, beside them, with `output_attentions=True` and
+the entropy of the weights that it gives; in turn, in random order. A look every n steps costs (looked − plain) /
+(n · plain) on average. Intervals are those of a bootstrap over rounds. Weights are random; nothing is downloaded.
+`--clip` clips after each look as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from sqrtdk.bench.model import ModelCase
+from sqrtdk.torch import Monitor, watch
+
+
+def time_steps(case: ModelCase, rounds: int, clip: float | None) -> dict[str, list[float]]:
+    """Seconds of plain steps and of steps that are looked at, `.step()` included, alternating in random order."""
+    rng = np.random.default_rng(0)
+    (inputs,) = case.make_inputs(rng)
+    model = inputs.model.train()
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    seconds: dict[str, list[float]] = {"plain": [], "looked": []}
+
+    def run(is_looked_at: bool) -> float:
+        began = time.perf_counter()
+        # Step 0 is looked at with any `every`; step 1 is not.
+        with Monitor(
+            model, to=lambda step, entry: json.dumps(entry), every=100, first_step=int(not is_looked_at), clip=clip
+        ) as monitor:
+            model(inputs.tokens, labels=inputs.tokens, use_cache=False).loss.backward()
+            optimiser.step()
+            optimiser.zero_grad()
+            monitor.step()
+        return time.perf_counter() - began
+
+    run(True)
+    for _ in range(rounds):
+        for is_looked_at in rng.permutation([True, False]):
+            seconds["looked" if is_looked_at else "plain"].append(run(bool(is_looked_at)))
+    return seconds
+
+
+def time_forwards(case: ModelCase, rounds: int) -> dict[str, list[float]]:
+    """Seconds of forward passes of each way, in random order within each round."""
+    rng = np.random.default_rng(0)
+    (inputs,) = case.make_inputs(rng)
+    model = inputs.model.eval()
+
+    def run_plain() -> None:
+        model(inputs.tokens, use_cache=False)
+
+    def run_watched(fuse: bool) -> None:
+        with watch(model, fuse=fuse) as seen:
+            run_plain()
+        assert len(seen.layers) == case.layers
+
+    def run_with_weights() -> None:
+        model.set_attn_implementation("eager")
+        try:
+            for weights in model(inputs.tokens, use_cache=False, output_attentions=True).attentions:
+                torch.special.entr(weights).sum(dim=-1).mean(dim=(0, 2))
+        finally:
+            model.set_attn_implementation("sdpa")
+
+    ways: dict[str, Callable[[], None]] = {
+        "plain": run_plain,
+        "passive": lambda: run_watched(False),
+        "fused": lambda: run_watched(True),
+        "output_attentions": run_with_weights,
+    }
+    model.set_attn_implementation("sdpa")
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    with torch.no_grad():
+        for at in range(rounds + 1):
+            for way in rng.permutation(list(ways)):
+                began = time.perf_counter()
+                ways[way]()
+                if at:  # the first round warms up
+                    seconds[way].append(time.perf_counter() - began)
+    return seconds
+
+
+def compare(seconds: dict[str, list[float]], way: str) -> dict[str, Any]:
+    """The median of paired ratios to the plain way, with its 95% bootstrap interval."""
+    ratios = np.array(seconds[way]) / np.array(seconds["plain"])
+    picks = np.random.default_rng(1).integers(len(ratios), size=(4000, len(ratios)))
+    low, high = np.quantile(np.median(ratios[picks], axis=1), [0.025, 0.975])
+    return {"ratio": float(np.median(ratios)), "interval": [float(low), float(high)]}
+
+
+def main() -> None:
+    """Time both, print them, and write them down."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--every", type=int, default=100)
+    parser.add_argument("--clip", type=float, default=None)
+    parser.add_argument("--output", type=Path, default=None)
+    given = parser.parse_args()
+    case = ModelCase(given.batch, given.tokens, layers=given.layers)
+    forwards = time_forwards(case, given.rounds)
+    watched = {way: compare(forwards, way) for way in forwards if way != "plain"}
+    steps = time_steps(case, given.rounds, given.clip)
+    looked = compare(steps, "looked")
+    monitor = {
+        "every": given.every,
+        "clip": given.clip,
+        "average_cost": (looked["ratio"] - 1.0) / given.every,
+        "interval": [(bound - 1.0) / given.every for bound in looked["interval"]],
+    }
+    for way, cost in watched.items():
+        low, high = cost["interval"]
+        print(f"forward, {way}: {cost['ratio']:.3f} of the plain time (95%: {low:.3f} to {high:.3f})")
+    low, high = monitor["interval"]
+    print(f"Monitor, every={given.every}: {monitor['average_cost']:.3%} on average (95%: {low:.3%} to {high:.3%})")
+    record = {
+        "what": f"{case.name}, {case.layers} layers, float32",
+        "forward": watched,
+        "monitor": monitor,
+        "seconds": {"forward": forwards, "training": steps},
+        "threads": torch.get_num_threads(),
+        "cpu": platform.processor() or platform.machine(),
+        "cpus": os.cpu_count(),
+        "load": os.getloadavg(),
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+    }
+    if given.output is not None:
+        given.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
