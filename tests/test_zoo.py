@@ -18,6 +18,7 @@ from sqrtdk.zoo.pool import measure_families
 from sqrtdk.zoo.shrink import Size, shrink
 from sqrtdk.zoo.specimens import sharpen
 
+INSTALLED = {"transformers": "5", "torch": "2"}
 GQA = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 2, "intermediate_size": 11008}
 
 
@@ -130,7 +131,8 @@ def test_a_family_is_shown_by_most_of_its_layers_and_the_note_says_the_rest():
             answer("hashed", [], called=2),
             answer("odd", [], missed=[["h.0", "its scores are capped twice"]]),
             answer("loose", [layer("h.0", 0.125, difference=2e-5)], differs_by_sdpa=["h.0: 0.25"]),
-        ]
+        ],
+        INSTALLED,
     )
     rows = {row["family"]: row for row in record.tables["families"]}
     assert (rows["plain"]["measured"], rows["plain"]["note"]) == (0.125, None)
@@ -147,8 +149,11 @@ def test_a_family_is_shown_by_most_of_its_layers_and_the_note_says_the_rest():
 
 def test_a_declared_scale_that_is_not_measured_is_named():
     right, wrong = layer("h.0", 0.125, declared=0.125), layer("h.0", 0.125, declared=0.25)
-    assert put_together([answer("a", [right])]).reading[1] == "Where a scale is declared, it is the measured one."
-    assert "not the declared one in b." in put_together([answer("a", [right]), answer("b", [wrong])]).reading[1]
+    record = put_together([answer("a", [right])], INSTALLED)
+    assert record.reading[1] == "Where a scale is declared, it is the measured one."
+    record = put_together([answer("a", [right]), answer("b", [wrong])], INSTALLED)
+    assert "not the declared one in b." in record.reading[1]
+    assert record.reading[-1].endswith(" with transformers 5, torch 2.")
 
 
 # The record that ships

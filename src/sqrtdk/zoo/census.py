@@ -74,7 +74,7 @@ def take_census(
 
     left = [family for family in wanted if family not in answers]
     measure_families(left, workers or max(2, backends.count_cpus()), seconds, keep)
-    return put_together([answers[family] for family in wanted])
+    return put_together([answers[family] for family in wanted], _versions())
 
 
 def _versions() -> dict[str, str]:
@@ -100,12 +100,11 @@ def _write_answer(store: Path | None, answer: Answer) -> None:
         (store / f"{answer['family']}.json").write_text(written, encoding="utf-8")
 
 
-def put_together(answers: Sequence[Answer]) -> Record:
-    """One record from what was measured in each family."""
+def put_together(answers: Sequence[Answer], installed: dict[str, str]) -> Record:
+    """One record from what was measured in each family, with the versions of the packages that it was measured with."""
     layers = [row for answer in answers for row in _group_layers(answer)]
     families = [_describe_family(answer, [row for row in layers if row["family"] == answer["family"]])
                 for answer in answers]  # fmt: skip
-    installed = _versions()
     spec = {"families": [answer["family"] for answer in answers], "date": datetime.date.today().isoformat()}
     when = f"Measured {spec['date']} with transformers {installed['transformers']}, torch {installed['torch']}."
     return Record(
