@@ -154,7 +154,7 @@ class Monitor(AbstractContextManager["Monitor"]):
             raise missing_extra("transformers", "hf") from None
         monitor = self
 
-        class MonitorCallback(TrainerCallback):
+        class MonitorCallback(TrainerCallback):  # type: ignore[misc]
             def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
                 monitor._leave_watch()
 

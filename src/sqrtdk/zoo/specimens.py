@@ -80,7 +80,7 @@ def _find_class(family: str, config: Any) -> Any:
         if isinstance(value, type)
         and issubclass(value, PreTrainedModel)
         and value.__module__ == modeling.__name__
-        and value.config_class is type(config)
+        and getattr(value, "config_class", None) is type(config)
         and "forward" in vars(value)
     ]
     if not fitting:
