@@ -1,8 +1,14 @@
 """Fixtures that several test modules share."""
 
+import signal
+
 import pytest
 
 from sqrtdk import backends
+
+# A shell starts what runs in the background with Ctrl-C ignored, and every process from there on inherits that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 RUNNING = [backend.name for backend in backends.list() if backend.runs_here]
 NATIVE = [name for name in RUNNING if name != backends.REFERENCE]

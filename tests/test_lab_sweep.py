@@ -347,10 +347,13 @@ def test_ctrl_c_while_workers_start_is_one_line(tmp_path, delay):
     line = "ablate --steps 100000 --seeds 4 --workers 2"
     command = [sys.executable, "-m", "sqrtdk", *line.split(), "--store", str(tmp_path / "runs.sqlite")]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    wait_until(lambda: len(children_of(process.pid)) >= 2, 60)
-    time.sleep(delay)
-    os.killpg(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    try:
+        wait_until(lambda: len(children_of(process.pid)) >= 2, 60)
+        time.sleep(delay)
+        os.killpg(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 130
     lines = [line for line in err.splitlines() if "training" not in line]  # progress
     assert lines == ["sqrtdk: interrupted; finished runs are in the store if one was given"]
