@@ -20,7 +20,9 @@
 
 #define QUOTED_(path) #path
 #define QUOTED(path) QUOTED_(path)
-#define HEADER_(level) ../ simd_##level.h
+// clang-format off: it would put a blank into the path
+#define HEADER_(level) ../simd_##level.h
+// clang-format on
 #define HEADER(level) HEADER_(level)
 #include QUOTED(HEADER(SQRTDK_LEVEL))
 
