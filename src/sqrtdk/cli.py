@@ -16,10 +16,11 @@ from typing import Annotated, Any
 import typer
 
 from sqrtdk import backends, exercises, scales
+from sqrtdk.display import count
 from sqrtdk.errors import InvalidValueError, SqrtdkError, missing_extra
 from sqrtdk.options import name_options, naming, read_names, read_numbers
 from sqrtdk.progress import Bar, follow, progress_bar
-from sqrtdk.records import Record, counted, cpu_name, versions
+from sqrtdk.records import Record, cpu_name, versions
 from sqrtdk.spelling import never_fail
 
 app = typer.Typer(
@@ -234,18 +235,18 @@ def explain(
 @app.command(epilog="Example: sqrtdk info --json")
 def info(json: Json = False) -> None:
     """What computes attention here: the backends, which one is in use, threads, versions and CPU."""
-    listed, used, count = backends.list(), backends.current(), backends.threads()
+    listed, used, threads = backends.list(), backends.current(), backends.threads()
     rows = [
         {"name": one.name, "runs_here": one.runs_here, "in_use": one.name == used, "about": one.why_not or one.about}
         for one in listed
     ]
     reading = [
-        f"Attention runs on {used} with {counted(count, 'thread')}.",
+        f"Attention runs on {used} with {count(threads, 'thread')}.",
         f"{cpu_name()}; " + ", ".join(f"{package} {version}" for package, version in versions().items()) + ".",
     ]
     if not any(one.runs_here for one in listed[:-1]):
         reading.insert(0, f"sqrtdk runs without its kernel ({listed[0].why_not}): attention is computed in NumPy.")
-    record = Record(kind="info", spec={"backend": used, "threads": count}, tables={"backends": rows}, reading=reading)
+    record = Record(kind="info", spec={"backend": used, "threads": threads}, tables={"backends": rows}, reading=reading)
     _present(record, json, None)
 
 

@@ -99,7 +99,11 @@ def describe_array(array: Any) -> str:
 def count(number: int, noun: str) -> str:
     """A number with its noun.
 
-    >>> count(1, "head"), count(2, "backward pass")
-    ('1 head', '2 backward passes')
+    >>> count(1, "head"), count(0, "seed"), count(2, "backward pass"), count(3, "family")
+    ('1 head', '0 seeds', '2 backward passes', '3 families')
     """
-    return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith("s") else "s")
+    if number == 1:
+        return f"1 {noun}"
+    if noun.endswith("y"):
+        return f"{number} {noun[:-1]}ies"
+    return f"{number} {noun}{'es' if noun.endswith('s') else 's'}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple
 
 __all__ = ["SEVERITIES", "Finding", "Severity", "Threshold"]
@@ -63,6 +63,12 @@ class Finding:
             "cause": self.cause,
             "remedy": self.remedy,
         }
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Finding:
+        """The finding that `as_json` was called on; what is missing raises a KeyError."""
+        threshold = Threshold(content["threshold"]["value"], content["threshold"]["source"])
+        return cls(**{**{item.name: content[item.name] for item in fields(cls)}, "threshold": threshold})
 
 
 def _write(value: Any) -> str:

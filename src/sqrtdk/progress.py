@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from sqrtdk.records import counted
+from sqrtdk.display import count
 from sqrtdk.spelling import spell
 
 # What is over sooner needs no words; then a line now and again shows that it goes on.
@@ -89,7 +89,7 @@ def follow(bar: Bar, doing: str) -> Callable[[Any], None]:
     def tell(state: Any) -> None:
         reused = f", {state.reused} from the store" if state.reused else ""
         left = "" if state.remaining is None else f", about {_say_seconds(state.remaining)} left"
-        bar.show(f"{doing}: {state.done} of {counted(state.total, 'run')}{reused}{left}", state.fraction)
+        bar.show(f"{doing}: {state.done} of {count(state.total, 'run')}{reused}{left}", state.fraction)
 
     return tell
 

@@ -45,15 +45,6 @@ def versions() -> dict[str, str]:
     return installed
 
 
-def counted(count: int, noun: str) -> str:
-    """A count with its noun.
-
-    >>> counted(1, "seed"), counted(0, "seed")
-    ('1 seed', '0 seeds')
-    """
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
 def cpu_name() -> str:
     """The processor's own name where the system tells it, else its architecture."""
     cpuinfo = Path("/proc/cpuinfo")
@@ -103,7 +94,7 @@ class Record:
         if not self.headline and self.reading:
             object.__setattr__(self, "headline", self.reading[0])
         for name in ("spec", "tables", "curves", "reading", "scalars", "versions"):
-            object.__setattr__(self, name, _plain(getattr(self, name)))
+            object.__setattr__(self, name, plain(getattr(self, name)))
         taken = sorted(set(_OWN_FIELDS) & set(self.tables))
         if taken:
             raise InvalidValueError(f"tables must not be named like the record's own fields, got {taken}")
@@ -116,13 +107,13 @@ class Record:
         return {
             "kind": self.kind,
             "schema_version": SCHEMA_VERSION,
-            "spec": _plain(self.spec),
+            "spec": plain(self.spec),
             "spec_hash": spec_hash(self.spec),
-            "versions": _plain(self.versions),
+            "versions": plain(self.versions),
             "cpu": self.cpu,
-            **{name: _plain(rows) for name, rows in self.tables.items()},
-            "scalars": _plain(self.scalars),
-            "curves": _plain(self.curves),
+            **{name: plain(rows) for name, rows in self.tables.items()},
+            "scalars": plain(self.scalars),
+            "curves": plain(self.curves),
             "reading": list(self.reading),
             "headline": self.headline,
         }
@@ -155,15 +146,20 @@ def _without_numpy(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A value as JSON has it: NaN and infinities None, sequences and arrays lists, keys texts.
+
+    >>> plain({1: (float("nan"), 2.0)})
+    {'1': [None, 2.0]}
+    """
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, str) or value is None or isinstance(value, bool):
         return value
     if hasattr(value, "tolist"):
-        return _plain(value.tolist())
+        return plain(value.tolist())
     if isinstance(value, Sequence):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value if isinstance(value, int | float) else str(value)

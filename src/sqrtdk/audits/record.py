@@ -11,8 +11,9 @@ from typing import Any
 from sqrtdk.audits.reading import describe_findings, describe_patterns, describe_scale, describe_unseen
 from sqrtdk.display import count
 from sqrtdk.errors import InvalidTypeError, InvalidValueError
-from sqrtdk.findings import SEVERITIES, Finding, Threshold
+from sqrtdk.findings import SEVERITIES, Finding
 from sqrtdk.patterns import ENOUGH_KEYS, patterns, rows_that_see
+from sqrtdk.records import plain
 from sqrtdk.summary import FARTHEST, HeadSummary
 
 __all__ = ["SCHEMA_VERSION", "Audit", "AuditedHead", "AuditedScale"]
@@ -157,8 +158,8 @@ class Audit:
     def __post_init__(self) -> None:
         for name in ("heads", "scale", "unattributed_where"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        object.__setattr__(self, "findings", tuple(_read_finding(one.as_json()) for one in self.findings))
-        object.__setattr__(self, "about", _plain(self.about))
+        object.__setattr__(self, "findings", tuple(Finding.from_json(one.as_json()) for one in self.findings))
+        object.__setattr__(self, "about", plain(self.about))
 
     @property
     def layers(self) -> dict[str, tuple[AuditedHead, ...]]:
@@ -212,7 +213,7 @@ class Audit:
             "unattributed": self.unattributed,
             "unattributed_where": list(self.unattributed_where),
             "padding": self.padding,
-            "about": {"kind": "audit", "schema_version": SCHEMA_VERSION, **_plain(self.about)},
+            "about": {"kind": "audit", "schema_version": SCHEMA_VERSION, **plain(self.about)},
         }
 
     @classmethod
@@ -235,7 +236,7 @@ class Audit:
         try:
             return cls(
                 heads=[AuditedHead(**_pick(AuditedHead, one)) for one in content["heads"]],
-                findings=[_read_finding(one) for one in content["findings"]],
+                findings=[Finding.from_json(one) for one in content["findings"]],
                 scale=[AuditedScale(**_pick(AuditedScale, one)) for one in content["scale"]],
                 **{name: content[name] for name in ("unattributed", "unattributed_where", "padding")},
                 about=about,
@@ -248,18 +249,5 @@ def _pick(kind: Any, content: Mapping[str, Any]) -> dict[str, Any]:
     return {item.name: content[item.name] for item in fields(kind)}
 
 
-def _read_finding(content: Mapping[str, Any]) -> Finding:
-    threshold = Threshold(content["threshold"]["value"], content["threshold"]["source"])
-    return Finding(**{**_pick(Finding, content), "threshold": threshold})
-
-
 def _finite(value: Any) -> float | None:
     return None if value is None or not math.isfinite(value) else float(value)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

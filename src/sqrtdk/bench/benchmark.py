@@ -20,8 +20,9 @@ from sqrtdk.bench.memory import Peak, measure_peak
 from sqrtdk.bench.probes import Probe, Prober, best_of
 from sqrtdk.bench.suites import Suite, choose_suites, memory_lengths
 from sqrtdk.bench.timing import FEWEST_ROUNDS, Measurement, measure
+from sqrtdk.display import count
 from sqrtdk.errors import InvalidValueError
-from sqrtdk.records import Record, counted, cpu_name
+from sqrtdk.records import Record, cpu_name
 from sqrtdk.report.files import write_whole
 
 DEFAULT_ROUNDS, QUICK_ROUNDS = 15, 7
@@ -218,5 +219,5 @@ def _make_record(
         "probes": [probe._asdict() for probe in probes],
         "best_probe": best._asdict(),
     }
-    about = f"{spec['cpu']}, {spec['backend']}, {counted(spec['threads'], 'thread')}, float32"
+    about = f"{spec['cpu']}, {spec['backend']}, {count(spec['threads'], 'thread')}, float32"
     return Record("bench", spec, tables, curves, tabulation.read_tables(tables, about))

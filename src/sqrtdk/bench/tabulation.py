@@ -21,7 +21,8 @@ from sqrtdk.bench.memory import Peak
 from sqrtdk.bench.probes import Probe
 from sqrtdk.bench.task import Array
 from sqrtdk.bench.timing import Measurement, Ratio, is_enough
-from sqrtdk.records import Record, counted
+from sqrtdk.display import count
+from sqrtdk.records import Record
 
 Rows = list[dict[str, Any]]
 _RESAMPLES = 1000
@@ -267,7 +268,7 @@ def _read_headline(ratios: Rows, about: str) -> str:
     middle = math.exp(float(np.mean(np.log(speeds))))
     return (
         f"{about}: {first['subject']} is {middle:.2f} times as fast as {first['peer']} (geometric mean over "
-        f"{counted(len(chosen), 'case')} of the suite {first['suite']}, from {min(speeds):.2f} to {max(speeds):.2f})."
+        f"{count(len(chosen), 'case')} of the suite {first['suite']}, from {min(speeds):.2f} to {max(speeds):.2f})."
     )
 
 

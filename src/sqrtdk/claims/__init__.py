@@ -17,8 +17,9 @@ from sqrtdk.claims import (  # noqa: F401
 )
 from sqrtdk.claims.claim import CLAIMS, SOURCES, Claim, Finding
 from sqrtdk.claims.evidence import Evidence
+from sqrtdk.display import count
 from sqrtdk.errors import InvalidValueError, MissingExtraError, missing_extra, unknown_name
-from sqrtdk.records import Record, counted
+from sqrtdk.records import Record
 
 __all__ = [
     "Claim",
@@ -107,9 +108,9 @@ def _count_verdicts(counts: Mapping[str, int]) -> str:
         "wrong": ("is wrong", "are wrong"),
         "depends": ("depends on conditions that the texts leave out", "depend on conditions that the texts leave out"),
     }
-    parts = [f"{count} {words[verdict][count != 1]}" for verdict, count in counts.items() if count]
+    parts = [f"{times} {words[verdict][times != 1]}" for verdict, times in counts.items() if times]
     listed = ", ".join(parts[:-1]) + (" and " if len(parts) > 1 else "") + parts[-1]
-    return f"Of {counted(sum(counts.values()), 'claim')} {listed}."
+    return f"Of {count(sum(counts.values()), 'claim')} {listed}."
 
 
 def _choose(ids: Sequence[str] | None, training: bool) -> list[Claim]:

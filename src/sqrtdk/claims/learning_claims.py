@@ -7,10 +7,10 @@ from typing import Any
 
 from sqrtdk.claims.claim import Finding, Verdict, claim
 from sqrtdk.claims.evidence import LEARNING_RATES, Evidence
+from sqrtdk.display import count
 from sqrtdk.errors import SqrtdkError
 from sqrtdk.lab import RunSpec
 from sqrtdk.lab.outcomes import or_infinite
-from sqrtdk.records import counted
 
 
 def _loss(value: float | None) -> str:
@@ -49,7 +49,7 @@ def _trained(evidence: Evidence) -> Finding:
         + f", and after training on in {continued['solved_fraction']:.0%}."
     )
     return Finding(
-        f"recall, held-out loss (median of {counted(trained['n'], 'seed')}): trained with √dₖ "
+        f"recall, held-out loss (median of {count(trained['n'], 'seed')}): trained with √dₖ "
         f"{_loss(trained['loss_median'])}, "
         f"scale then removed {_loss(swapped['loss_median'])}, trained on without {_loss(continued['loss_median'])}; "
         f"without from the start {_loss(scratch['loss_median'])} (chance {RunSpec().make_task().chance_loss:.2g})",
@@ -85,8 +85,8 @@ def _learning(evidence: Evidence) -> Finding:
     )
     return Finding(
         f"recall at dₖ {sqrt['d_k']}, each at its own best of {len(LEARNING_RATES)} learning rates, median loss of "
-        f"{counted(sqrt['n'], 'seed')}: {listed}; none above √dₖ in {paired['higher']} of "
-        f"{counted(paired['n'], 'pair')} "
+        f"{count(sqrt['n'], 'seed')}: {listed}; none above √dₖ in {paired['higher']} of "
+        f"{count(paired['n'], 'pair')} "
         f"(Wilcoxon p = {paired['wilcoxon_p']:.2g})",
         ("depends" if control_learns or not learned else "holds") if fails or not learned else "wrong",
         _explain_learning(fails, control_learns) if learned else UNDECIDED.format(steps=evidence.steps),

@@ -13,10 +13,10 @@ from sqrtdk import attention, scales, softmax
 from sqrtdk.claims.claim import Finding, Verdict, claim
 from sqrtdk.claims.evidence import Evidence
 from sqrtdk.claims.learning_claims import UNDECIDED, require_runs
+from sqrtdk.display import count
 from sqrtdk.errors import SqrtdkError
 from sqrtdk.families import is_usual, load_zoo
 from sqrtdk.lab.ablation import show_loss
-from sqrtdk.records import counted
 
 Array = npt.NDArray[np.float64]
 _MOST_NAMED = 12
@@ -93,7 +93,7 @@ class _Trained:
         solved = f"the task is solved {'as often as' if self.as_well else 'less often than'} with √dₖ"
         apart = self.paired["median_difference"]
         if apart is None or self.paired["wilcoxon_p"] > 0.05:
-            return f"{solved}, and the losses are not told apart by {counted(self.paired['n'], 'seed')}"
+            return f"{solved}, and the losses are not told apart by {count(self.paired['n'], 'seed')}"
         return f"{solved}, at a loss that is {show_loss(abs(apart))} {'higher' if apart > 0 else 'lower'}"
 
     @property
@@ -101,9 +101,9 @@ class _Trained:
         """Losses, how often the task was solved, and the pairs."""
         row, beside, paired = self.row, self.beside, self.paired
         return (
-            f"recall, {counted(row['n'], 'seed')}: median loss {show_loss(row['final_loss_median'])} "
+            f"recall, {count(row['n'], 'seed')}: median loss {show_loss(row['final_loss_median'])} "
             f"({row['solved_fraction']:.0%} solved), with √dₖ {show_loss(beside['final_loss_median'])} "
-            f"({beside['solved_fraction']:.0%}), above it in {paired['higher']} of {counted(paired['n'], 'pair')} "
+            f"({beside['solved_fraction']:.0%}), above it in {paired['higher']} of {count(paired['n'], 'pair')} "
             f"(Wilcoxon p = {paired['wilcoxon_p']:.2g})"
         )
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sqrtdk.display import count
 from sqrtdk.lab.laboratory import Lab
 from sqrtdk.lab.outcomes import choose_best, compare, summarise
 from sqrtdk.lab.spec import AblationSpec
 from sqrtdk.lab.store import RunRecord
 from sqrtdk.lab.tasks import Task, get
-from sqrtdk.records import Record, counted
+from sqrtdk.records import Record
 
 _CURVE_COLUMNS = ("scale", "seed", "init", "lr", "d_k")
 
@@ -82,7 +83,7 @@ def _headline(task: Task, best: Sequence[Mapping[str, Any]]) -> str:
         for row in best
     ]
     return (
-        f"median held-out loss of {counted(best[0]['n'], 'seed')}{rates}: {', '.join(parts)}; "
+        f"median held-out loss of {count(best[0]['n'], 'seed')}{rates}: {', '.join(parts)}; "
         f"chance {show_loss(task.chance_loss)}."
     )
 
@@ -116,7 +117,7 @@ def _read_setting(row: Mapping[str, Any]) -> str:
     lost = "".join(f"; {row[word]} {word}" for word in ("diverged", "failed") if row[word])
     return (
         f"{_name(row)}: median held-out loss {show_loss(row['final_loss_median'])} "
-        f"[{show_loss(low)}, {show_loss(high)}], solved by {solved} of {counted(row['n'], 'seed')}{pace}{lost}."
+        f"[{show_loss(low)}, {show_loss(high)}], solved by {solved} of {count(row['n'], 'seed')}{pace}{lost}."
     )
 
 
@@ -147,7 +148,7 @@ def _read_comparison(row: Mapping[str, Any]) -> str:
         difference = "the losses are equal"
     return (
         f"{_name(row)} against {other}: {difference}, higher in {row['higher']} and lower in {row['lower']} "
-        f"of {counted(row['n'], 'seed')}, p = {row['wilcoxon_p']:.2g}."
+        f"of {count(row['n'], 'seed')}, p = {row['wilcoxon_p']:.2g}."
     )
 
 

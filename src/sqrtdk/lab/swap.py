@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from sqrtdk.display import count
 from sqrtdk.lab.ablation import curves_of, show_loss
 from sqrtdk.lab.laboratory import Lab
 from sqrtdk.lab.outcomes import Quartiles, finite, or_infinite, quartiles
 from sqrtdk.lab.spec import RunSpec, list_seeds
 from sqrtdk.lab.store import RunRecord
 from sqrtdk.lab.tasks import Task
-from sqrtdk.records import Record, counted
+from sqrtdk.records import Record
 
 _STAGES = ("trained", "swapped", "continued", "scratch")
 _STAGE_WORDS = {
@@ -150,10 +151,10 @@ def _read(task: Task, summary: Sequence[Mapping[str, Any]], rows: Sequence[Mappi
         sentences.append(
             f"{meaning}: median held-out loss {show_loss(row['loss_median'])} [{show_loss(low)}, {show_loss(high)}], "
             + (f"accuracy {row['accuracy_median']:.2f}, " if row["accuracy_median"] is not None else "")
-            + f"solved by {solved} of {counted(row['n'], 'seed')}."
+            + f"solved by {solved} of {count(row['n'], 'seed')}."
         )
     reached = [value for row in rows if (value := row["continued_steps_to_threshold"]) is not None]
-    seeds = counted(len(rows), "seed")
+    seeds = count(len(rows), "seed")
     if reached:
         sentences.append(
             f"After the swap the training loss is below the threshold in {len(reached)} of {seeds}, "

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sqrtdk.display import count
 from sqrtdk.errors import InvalidValueError
-from sqrtdk.records import Record, Row, counted
+from sqrtdk.records import Record, Row
 from sqrtdk.report.figure import Axis, Dash, Figure, Line, Panel, Points, ReferenceLine, Series, Symbol, floats
 from sqrtdk.report.palette import NEUTRAL
 
@@ -59,7 +60,7 @@ def show_bench(record: Record) -> Figure:
     most = max((len({row["case"] for row in rows}) for rows in suites.values()), default=0)
     spec = record.spec
     return Figure(
-        record.headline or f"{spec['cpu']}, {spec['backend']}, {counted(spec['threads'], 'thread')}, {spec['dtype']}",
+        record.headline or f"{spec['cpu']}, {spec['backend']}, {count(spec['threads'], 'thread')}, {spec['dtype']}",
         tuple(panels),
         columns=2,
         panel_height=max(280, 70 + 25 * most),

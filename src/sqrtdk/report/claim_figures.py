@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from sqrtdk.records import Record, counted
+from sqrtdk.display import count
+from sqrtdk.records import Record
 from sqrtdk.report.figure import Axis, Figure, Panel, Points, floats
 from sqrtdk.report.palette import NEUTRAL, VERDICT_COLOURS, VERDICT_SYMBOLS
 
@@ -38,7 +39,7 @@ def show_claims(record: Record) -> Figure:
         for verdict in order
     )
     return Figure(
-        f"{counted(len(rows), 'claim')} checked: "
+        f"{count(len(rows), 'claim')} checked: "
         + ", ".join(f"{len(places[verdict])} {_VERDICT_WORDS.get(verdict, verdict)}" for verdict in order),
         (
             Panel(

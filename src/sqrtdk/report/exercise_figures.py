@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from sqrtdk.records import Record, Row, counted
+from sqrtdk.display import count
+from sqrtdk.records import Record, Row
 from sqrtdk.report.figure import (
     Axis,
     Dash,
@@ -166,7 +167,7 @@ def show_saturation(record: Record) -> Figure:
         ),
     )
     return Figure(
-        f"softmax of x and {counted(others, 'zero')} saturates at x = {main['x']:.2f}"
+        f"softmax of x and {count(others, 'zero')} saturates at x = {main['x']:.2f}"
         + ("" if within else f", beyond the sweep to {end:g}"),
         (weights, sensitivity, points),
         caption=f"{'The dashed line marks the' if within else 'The'} main definition: {main['definition']}.",

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from sqrtdk.records import Record, counted
+from sqrtdk.display import count
+from sqrtdk.records import Record
 from sqrtdk.report.figure import (
     Axis,
     Dash,
@@ -75,7 +76,7 @@ def _state_gradients(rows: Sequence[Any]) -> str:
     most = max(places, key=lambda at: cells[*at, "none"]["top_share"])
     shares = [100 * cells[*most, policy]["top_share"] for policy in ("none", "sqrt")]
     return (
-        f"Unscaled, the mean gradient of q is larger than with 1/√dₖ in {larger} of {counted(len(places), 'size')}; "
+        f"Unscaled, the mean gradient of q is larger than with 1/√dₖ in {larger} of {count(len(places), 'size')}; "
         f"at dₖ = {most[0]}, n = {most[1]} a twentieth of the rows holds {shares[0]:.0f} % of its square, with 1/√dₖ "
         f"{shares[1]:.0f} %"
     )

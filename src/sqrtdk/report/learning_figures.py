@@ -7,7 +7,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from sqrtdk.records import Record, counted
+from sqrtdk.display import count
+from sqrtdk.records import Record
 from sqrtdk.report.figure import Axis, Dash, Figure, Line, Panel, Points, ReferenceLine, Series, floats
 from sqrtdk.report.palette import ACCENT, NEUTRAL, policy_colour, policy_label
 
@@ -71,7 +72,7 @@ def show_ablation(record: Record) -> Figure:
     caption += ", for temperatures each of their heads" if learned else ""
     caption += "; bold lines and bars are medians over seeds"
     diverged = sum(run.get("status") == "diverged" for runs in finals.values() for run in runs)
-    caption += f", the {counted(diverged, 'diverged run')} counting as infinite losses." if diverged else "."
+    caption += f", the {count(diverged, 'diverged run')} counting as infinite losses." if diverged else "."
     if "lr" in varying:
         caption += " Each policy is shown at its own best learning rate; the final losses show every rate."
     return Figure(

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from sqrtdk import backends
+from sqrtdk.display import count
 from sqrtdk.errors import InvalidValueError, missing_extra
 from sqrtdk.families import SAME_SCALE, is_usual
-from sqrtdk.records import Record, counted, versions
+from sqrtdk.records import Record, versions
 from sqrtdk.zoo.pool import Answer, measure_families
 
 SECONDS = 60.0
@@ -127,7 +128,7 @@ def write_reading(families: Sequence[Any]) -> list[str]:
         if row["declared"] is not None and not math.isclose(row["declared"], row["measured"], rel_tol=SAME_SCALE)
     ]
     lines = [
-        f"{len(measured)} of {counted(len(families), 'family').replace('familys', 'families')} measured: "
+        f"{len(measured)} of {count(len(families), 'family')} measured: "
         f"{len(measured) - len(others)} use 1/√dₖ, {len(others)} another scale ({normalised} of them normalise q or k)."
     ]
     if any(row["declared"] is not None for row in measured):
@@ -191,7 +192,7 @@ def _write_note(answer: Answer, groups: list[dict[str, Any]], main: dict[str, An
     for group in groups:
         if group is not main:
             scale = "a scale that cannot be told" if group["measured"] is None else f"{group['measured']:.4g}"
-            parts.append(f"{scale} at dₖ {group['d_k']} in {counted(group['layers'], 'layer')} from {group['first']}")
+            parts.append(f"{scale} at dₖ {group['d_k']} in {count(group['layers'], 'layer')} from {group['first']}")
     reasons = dict.fromkeys(reason for _, reason in answer["missed"])
     parts += [f"not understood in part: {reason}" if groups else f"not understood: {reason}" for reason in reasons]
     worst = max((group["difference"] or 0.0 for group in groups), default=0.0)

@@ -43,8 +43,8 @@ class Reservoir:
         self._offered += batch * queries
         priorities = _mix(numbers)
         if tokens is not None:
-            priorities = priorities[np.asarray(tokens.cpu()).ravel()]
-            numbers = numbers[np.asarray(tokens.cpu()).ravel()]
+            present = np.asarray(tokens.cpu()).ravel()
+            priorities, numbers = priorities[present], numbers[present]
         least = np.argsort(priorities, kind="stable")[: self._size]
         first = self._offered - batch * queries
         # Beyond the worst of those that are kept nothing stays.
@@ -73,8 +73,8 @@ def _read_rows(call: SeenCall, chosen: list[tuple[int, int, int]]) -> list[Score
     rows: list[ScoreRow] = []
     heads, groups = call.q.shape[1], call.k.shape[1]
     for _, sequence, query in chosen:
-        q, k = (x.detach().float() if x.element_size() < 4 else x.detach() for x in (call.q, call.k))
-        q_HD, k_GSD = q[sequence, :, query], k[sequence]
+        picked = (call.q[sequence, :, query].detach(), call.k[sequence].detach())
+        q_HD, k_GSD = (x.float() if x.element_size() < 4 else x for x in picked)
         scores = torch.einsum("gid,gsd->gis", q_HD.reshape(groups, heads // groups, -1), k_GSD).flatten(0, 1)
         scores = scores * _pick(call.scale, sequence, query)
         rows.append(_read_row(call, scores, sequence, query))
