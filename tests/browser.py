@@ -1,4 +1,4 @@
-"""A real browser for tests: one chromium for a module's tests, a fresh page for each, every request and console error kept."""
+"""A real browser for tests: a fresh page for each, its requests and its console errors kept."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def open_browser() -> Iterator[Any]:
 
 @contextmanager
 def open_page(browser: Any, **options: Any) -> Iterator[tuple[Any, list[str], list[str]]]:
-    """A page of its own (`options` as for Playwright's new_context: viewport, color_scheme …), its errors and its requests.
+    """A page of its own, with its errors and its requests; `options` as for Playwright's new_context (viewport …).
 
     Errors are uncaught exceptions and what scripts log as an error; requests are all but the page's own address.
     """
