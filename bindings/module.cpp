@@ -144,11 +144,11 @@ constexpr int writable = PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS;
 bool forward(const char* level, int threads, int dtype, nb::handle q, nb::handle k, nb::handle v, double scale_number,
              nb::handle scale, int mask_kind, nb::handle mask, int64_t first, int64_t last, double softcap,
              nb::handle sinks, nb::handle output_array, nb::handle floats_array, nb::handle counts_array,
-             uintptr_t team, nb::handle weights_array, nb::handle saved_array) {
+             uintptr_t team, nb::handle weights_array, nb::handle saved_array, nb::handle exact_array) {
     const Inputs inputs(
         {level, threads, dtype, q, k, v, scale_number, scale, mask_kind, mask, first, last, softcap, sinks, team});
     const View output(output_array, writable), floats(floats_array, writable), counts(counts_array, writable);
-    const View weights(weights_array, writable), saved(saved_array, writable);
+    const View weights(weights_array, writable), saved(saved_array, writable), exact(exact_array, writable);
     if (!inputs.are_aligned()) {
         return false;
     }
@@ -161,6 +161,7 @@ bool forward(const char* level, int threads, int dtype, nb::handle q, nb::handle
                                         all_rows, round * rows);
         call.weights = part_of(weights, round * rows * part.keys * item);
         call.saved = saved_at(saved, all_rows, round * rows);
+        call.exact = moved(static_cast<float*>(exact.data()), round * rows * part.d_v);
         return sqrtdk::forward(call, level);
     });
     return true;
@@ -183,12 +184,14 @@ bool backward(const char* level, int threads, int dtype, nb::handle q, nb::handl
         return false;
     }
     const int64_t rows = inputs.rows, item = inputs.item;
+    // The output of 16-bit calls comes as it was before it was rounded.
+    const int64_t output_item = item == 2 ? int64_t(sizeof(float)) : item;
     const int64_t keys = inputs.problem.batch * inputs.problem.groups * inputs.problem.keys;
     run_rounds(inputs, level, [&](int64_t round, const sqrtdk::Problem& part, int64_t grad_output_at) {
         sqrtdk::Backward call;
         static_cast<sqrtdk::Problem&>(call) = part;
         call.saved = saved_at(saved, inputs.rounds * rows, round * rows);
-        call.output = part_of(output, round * rows * part.d_v * item);
+        call.output = part_of(output, round * rows * part.d_v * output_item);
         call.grad_output = inputs.query(grad_output);
         call.grad_output.n = inputs.grad_output_n;
         call.grad_output.data = moved_bytes(grad_output.data(), grad_output_at * item);
@@ -220,7 +223,7 @@ NB_MODULE(_kernel, module) {
                nb::arg("v"), nb::arg("scale_number"), nb::arg("scale").none(), nb::arg("mask_kind"),
                nb::arg("mask").none(), nb::arg("first"), nb::arg("last"), nb::arg("softcap"), nb::arg("sinks").none(),
                nb::arg("output"), nb::arg("floats").none(), nb::arg("counts").none(), nb::arg("team") = 0,
-               nb::arg("weights") = nb::none(), nb::arg("saved") = nb::none(),
+               nb::arg("weights") = nb::none(), nb::arg("saved") = nb::none(), nb::arg("exact") = nb::none(),
                "One forward pass into output and statistics; False if an array is not aligned to its elements.");
     module.def("backward", &backward, nb::arg("level"), nb::arg("threads"), nb::arg("dtype"), nb::arg("q"),
                nb::arg("k"), nb::arg("v"), nb::arg("scale_number"), nb::arg("scale").none(), nb::arg("mask_kind"),

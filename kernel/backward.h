@@ -59,15 +59,20 @@ class BackwardLoop {
 
     static size_t bytes(const Problem& call, const Cut& cut) {
         const size_t tiles = size_t(cut.group_rows / W), d = size_t(call.d_k + call.d_v);
+        const size_t pairs = Tile::paired ? PairedKeys<T>::numbers(call) + PairedSlopes<T>::numbers : 0;
         return tiles * (sizeof(Tile) + Tile::numbers(call) * sizeof(T) + 128) +
-               sizeof(T) * backward_block * (2 * W + d) + 8 * 64;
+               sizeof(T) * (backward_block * (2 * W + d) + pairs) + 10 * 64;
     }
 
     BackwardLoop(const Backward& call, const Cut& cut, Work& work, int worker, Arena& arena)
         : call_(call), cut_(cut), work_(work), worker_(worker), tiles_(arena.take<Tile>(size_t(cut.group_rows / W))) {
         for (int64_t t = 0; t < cut.group_rows / W; ++t) tiles_[t].attach(call, arena.take<T>(Tile::numbers(call)));
-        weights_ = arena.take<T>(backward_block * W);
-        slopes_ = arena.take<T>(backward_block * W);
+        slopes_.weights = arena.take<T>(backward_block * W);
+        slopes_.slopes = arena.take<T>(backward_block * W);
+        if constexpr (Tile::paired) {
+            slopes_.pairs.attach(arena.take<T>(PairedSlopes<T>::numbers));
+            pairs_.attach(call, arena.take<T>(PairedKeys<T>::numbers(call)));
+        }
         keys_ = arena.take<T>(size_t(backward_block * call.d_k));
         values_ = arena.take<T>(size_t(backward_block * call.d_v));
     }
@@ -108,7 +113,7 @@ class BackwardLoop {
             if (work_.is_over(worker_)) return;
             KeyBlock<T> block = take_keys(n, g, begin, smaller(backward_block, end - begin));
             block.fresh = fresh;
-            for (int t = 0; t < tiles; ++t) tiles_[t].take_block(call_, block, weights_, slopes_, sums);
+            for (int t = 0; t < tiles; ++t) tiles_[t].take_block(call_, block, slopes_, sums);
             if (block.fresh) sums.clear(block.begin, block.begin + block.count);
         }
         for (int t = 0; t < tiles; ++t) {
@@ -126,12 +131,16 @@ class BackwardLoop {
         const KeyValue &k = call_.k, &v = call_.v;
         const In* k_at = static_cast<const In*>(k.data) + n * k.n + g * k.g + begin * k.s;
         const In* v_at = static_cast<const In*>(v.data) + n * v.n + g * v.g + begin * v.s;
-        KeyBlock<T> block{begin,
-                          count,
-                          View<T, In>::of(k_at, k.s, k.d, count, call_.d_k, keys_),
-                          View<T, In>::of(v_at, v.s, v.d, count, call_.d_v, values_),
-                          0,
-                          false};
+        KeyBlock<T> block{};
+        block.begin = begin;
+        block.count = count;
+        if constexpr (Tile::paired) {
+            block.odd = pairs_.load(call_, k_at, v_at, count);
+            block.pairs = &pairs_;
+            return block;
+        }
+        block.keys = View<T, In>::of(k_at, k.s, k.d, count, call_.d_k, keys_);
+        block.values = View<T, In>::of(v_at, v.s, v.d, count, call_.d_v, values_);
         if (is_finite(block.keys, count, call_.d_k) && is_finite(block.values, count, call_.d_v)) return block;
         for (int64_t j = 0; j < count; ++j)
             if (!is_finite_row(block.keys.data + j * block.keys.row, block.keys.step, call_.d_k) ||
@@ -155,8 +164,9 @@ class BackwardLoop {
     Work& work_;
     int worker_;
     Tile* tiles_;
-    T *weights_, *slopes_;  // [backward_block][W]
-    T *keys_, *values_;     // [backward_block][D or V], only for copies
+    SlopeBlock<T> slopes_;
+    PairedKeys<T> pairs_;
+    T *keys_, *values_;  // [backward_block][D or V], only for copies
 };
 
 template <class T, class In>
@@ -272,6 +282,7 @@ Status run(const Backward& call) {
 
 }  // namespace
 
+#ifndef SQRTDK_HAS_PAIRS
 Status backward(const Backward& call) {
     switch (call.dtype) {
         case Dtype::float16: return run<float, Float16>(call);
@@ -281,6 +292,7 @@ Status backward(const Backward& call) {
     }
     return Status::unknown_dtype;
 }
+#endif
 
 }  // namespace SQRTDK_LEVEL
 }  // namespace sqrtdk

@@ -38,13 +38,17 @@ struct KeySums {
     }
 };
 
+template <class T>
+struct PairedKeys;
+
 // A block of keys and values that several tiles share. Keys that are not finite are zeros here and marked.
 template <class T>
 struct KeyBlock {
     int64_t begin, count;
-    BlockView<T> keys, values;
-    uint64_t odd;  // one bit per key
-    bool fresh;    // the sums of its keys hold nothing yet
+    BlockView<T> keys, values;   // or, where products take pairs,
+    const PairedKeys<T>* pairs;  // these
+    uint64_t odd;                // one bit per key
+    bool fresh;                  // the sums of its keys hold nothing yet
 };
 
 // Whether rows of numbers are all finite; four sums, for one would wait for itself.

@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "backward_pairs.h"
 #include "backward_slopes.h"
 #include "backward_sums.h"
 #include "block_view.h"
@@ -17,6 +18,7 @@
 #include "level.h"
 #include "product.h"
 #include "tile.h"
+#include "vectors.h"
 #include "visibility.h"
 
 namespace sqrtdk {
@@ -30,11 +32,16 @@ struct BackwardTile {
     using Place = Tile<T, In, false>;
     static constexpr int W = tile_rows<T>;
 
+    static constexpr bool paired = in_pairs<T, In>;
+
     T* queries;       // [padded D][W], the scale multiplied in, as in the forward pass: the same scores to the bit
     T* query_rows;    // [W][padded D], the same
     T* grads;         // [padded V][W], gradients of the output
     T* grad_rows;     // [W][padded V]
     T* grad_queries;  // [padded D][W], before the scale is multiplied in
+    // With pairs queries and grads are pairs of features, the scale is not multiplied in, and there are
+    T *query_pairs, *grad_pairs;  // [W / 2][padded D or V]: pairs of rows,
+    uint16_t* halves;             // [W][padded D or V]: and room to make them
     Place place;
     alignas(64) T top[W];
     alignas(64) T inverse[W];  // 0: the row has no part in the tile
@@ -45,17 +52,26 @@ struct BackwardTile {
     uint64_t odd;         // rows to be done carefully,
     int64_t odd_from[W];  // from this key on
 
+    // Rows are padded to whole vectors, of pairs where products take pairs.
+    static int64_t stride(int64_t width) {
+        return paired ? (width + 2 * S::lanes - 1) / (2 * S::lanes) * (2 * S::lanes) : padded<T>(width);
+    }
+
     static size_t numbers(const Problem& call) {
-        return size_t(W * (3 * padded<T>(call.d_k) + 2 * padded<T>(call.d_v)));
+        const int64_t d_k = stride(call.d_k), d_v = stride(call.d_v);
+        return size_t(W * (3 * d_k + 2 * d_v)) + (paired ? size_t(W / 2 * (d_k + d_v + larger(d_k, d_v))) : 0);
     }
 
     void attach(const Problem& call, T* memory) {
-        const int64_t d_k = W * padded<T>(call.d_k), d_v = W * padded<T>(call.d_v);
+        const int64_t d_k = W * stride(call.d_k), d_v = W * stride(call.d_v);
         queries = memory;
         query_rows = queries + d_k;
         grad_queries = query_rows + d_k;
         grads = grad_queries + d_k;
         grad_rows = grads + d_v;
+        query_pairs = grad_rows + d_v;
+        grad_pairs = query_pairs + d_k / 2;
+        halves = reinterpret_cast<uint16_t*>(grad_pairs + d_v / 2);
     }
 
     void load(const Backward& call, int64_t batch, int64_t group, int64_t first, int count) {
@@ -66,7 +82,7 @@ struct BackwardTile {
         odd = 0;
         place.place(call, n, g, first_row, rows);
         fresh = true;
-        const In* output = static_cast<const In*>(call.output) + output_row(call) * call.d_v;
+        const Working<In>* output = static_cast<const Working<In>*>(call.output) + output_row(call) * call.d_v;
         RowCursor at(call, first_row);
         int used = 0;
         for (; used < rows; used += S::lanes) {
@@ -79,7 +95,7 @@ struct BackwardTile {
                 dots[lane] = S::zero();
                 if (i >= rows) continue;
                 sound[lane] = copy_rows(call, i, at.r, at.l);
-                dots[lane] = multiply_lanes(grad_rows + i * padded<T>(call.d_v), output + i * call.d_v, 1, call.d_v);
+                dots[lane] = multiply_lanes(grad_rows + i * stride(call.d_v), output + i * call.d_v, 1, call.d_v);
                 at.step(i + 1 < rows);
             }
             S::store(delta + used, add_up(dots));
@@ -89,24 +105,25 @@ struct BackwardTile {
                 again.step(used + lane + 1 < rows);
             }
         }
-        turn(query_rows, padded<T>(call.d_k), used, queries);
-        turn(grad_rows, padded<T>(call.d_v), used, grads);
+        if constexpr (paired) {
+            pair_rows(query_rows, stride(call.d_k), used, halves, queries, query_pairs);
+            pair_rows(grad_rows, stride(call.d_v), used, halves, grads, grad_pairs);
+        } else {
+            turn(query_rows, padded<T>(call.d_k), used, queries);
+            turn(grad_rows, padded<T>(call.d_v), used, grads);
+        }
         clear(grad_queries + call.d_k * W, (padded<T>(call.d_k) - call.d_k) * W);
     }
 
-    void take_block(const Backward& call, KeyBlock<T>& block, T* weights, T* slopes, const KeySums<T>& sums) {
+    void take_block(const Backward& call, KeyBlock<T>& block, SlopeBlock<T>& scratch, const KeySums<T>& sums) {
+        T *weights = scratch.weights, *slopes = scratch.slopes;
         const Sight seen = place.sight.look(call.mask, block.begin, block.begin + block.count);
         if (seen == Sight::nothing) return;
         const bool partial = seen == Sight::something;
         if (block.odd != 0) drop(call, rows_that_see(block.odd, partial), block.begin);
         const typename Place::Span span = place.spans(block.begin, block.count);
-        const BlockView<T>&keys = block.keys, &values = block.values;
         Place::each_run(span, block.count, [&](int64_t j, int64_t run, int first, int vectors) {
-            const int64_t at = j * W + first * S::lanes;
-            multiply<T, false>(weights + at, run, keys.data + j * keys.row, keys.row, keys.step,
-                               queries + first * S::lanes, call.d_k, vectors);
-            multiply<T, false>(slopes + at, run, values.data + j * values.row, values.row, values.step,
-                               grads + first * S::lanes, call.d_v, vectors);
+            score_run(call, block, j, run, first, vectors, weights, slopes);
         });
         uint64_t bad = 0;
         for (int c = 0; c < panel; ++c)
@@ -117,6 +134,7 @@ struct BackwardTile {
                 for (int i = 0; i < W; ++i)
                     if (bad >> i & 1) weights[j * W + i] = slopes[j * W + i] = 0;
         }
+        if constexpr (paired) scratch.pairs.load(weights, slopes, block.count, place.scale);
         // The first products need no zeros to add to, if they reach every row of the tile and every key of the block.
         bool reaches_rows = false;
         int64_t reached = 0;
@@ -132,7 +150,7 @@ struct BackwardTile {
             auto add = add_rows   ? add_keys ? &BackwardTile::add_run<true, true> : &BackwardTile::add_run<true, false>
                        : add_keys ? &BackwardTile::add_run<false, true>
                                   : &BackwardTile::add_run<false, false>;
-            (this->*add)(call, block, j, run, first, vectors, weights, slopes, sums);
+            (this->*add)(call, block, j, run, first, vectors, scratch, sums);
             add_rows = true;
         });
         fresh = block.fresh = false;
@@ -141,7 +159,7 @@ struct BackwardTile {
     // Writes the rows' own gradients; rows whose sums overflowed join the odd ones, with nothing left to add to the
     // keys.
     void finish(const Backward& call) {
-        const int64_t width = padded<T>(call.d_k);
+        const int64_t width = padded<T>(call.d_k), row = stride(call.d_k);
         if (fresh) clear(grad_queries, width * W);
         // The scaled queries are not needed any more: the sums take their place, turned back into rows.
         for (int64_t d = 0; d < width; d += S::lanes)
@@ -149,7 +167,7 @@ struct BackwardTile {
                 typename S::Vec square[S::lanes];
                 for (int t = 0; t < S::lanes; ++t) square[t] = S::load(grad_queries + (d + t) * W + c * S::lanes);
                 S::transpose(square);
-                for (int i = 0; i < S::lanes; ++i) S::store(query_rows + (c * S::lanes + i) * width + d, square[i]);
+                for (int i = 0; i < S::lanes; ++i) S::store(query_rows + (c * S::lanes + i) * row + d, square[i]);
             }
         RowCursor at(call, first_row);
         for (int i = 0; i < rows; ++i, at.step(i < rows)) {
@@ -163,19 +181,54 @@ struct BackwardTile {
     }
 
   private:
+    // Scores, and gradients of the weights, of a run of keys by the vectors of rows that see it.
+    void score_run(const Backward& call, const KeyBlock<T>& block, int64_t j, int64_t run, int first, int vectors,
+                   T* weights, T* slopes) {
+        const int64_t row = first * S::lanes, at = j * W + row;
+        if constexpr (paired) {
+            const PairView &keys = block.pairs->keys, &values = block.pairs->values;
+            multiply<T, Into::scaled, Paired<T>>(weights + at, run, keys.data + j * keys.row, keys.row, 2,
+                                                 queries + row, pairs_of(call.d_k), vectors, place.scale + row);
+            multiply<T, Into::place, Paired<T>>(slopes + at, run, values.data + j * values.row, values.row, 2,
+                                                grads + row, pairs_of(call.d_v), vectors);
+        } else {
+            const BlockView<T>&keys = block.keys, &values = block.values;
+            multiply<T, Into::place>(weights + at, run, keys.data + j * keys.row, keys.row, keys.step, queries + row,
+                                     call.d_k, vectors);
+            multiply<T, Into::place>(slopes + at, run, values.data + j * values.row, values.row, values.step,
+                                     grads + row, call.d_v, vectors);
+        }
+    }
+
     // The gradients from a run of keys that the same vectors of rows see; `query` and `key`: added to those there.
     template <bool query, bool key>
     void add_run(const Backward& call, const KeyBlock<T>& block, int64_t j, int64_t run, int first, int vectors,
-                 const T* weights, const T* slopes, const KeySums<T>& sums) {
-        const int64_t d_k = padded<T>(call.d_k), d_v = padded<T>(call.d_v);
+                 const SlopeBlock<T>& scratch, const KeySums<T>& sums) {
+        constexpr Into to_query = query ? Into::sum : Into::place, to_key = key ? Into::sum : Into::place;
+        const int64_t d_k = stride(call.d_k), d_v = stride(call.d_v);
+        const int64_t key_vectors = padded<T>(call.d_k) / S::lanes, value_vectors = padded<T>(call.d_v) / S::lanes;
         const int64_t row = first * S::lanes, at = j * W + row, steps = smaller(vectors * S::lanes, rows - row);
-        const BlockView<T>& keys = block.keys;
-        multiply<T, query>(grad_queries + row, call.d_k, keys.data + j * keys.row, keys.step, keys.row, slopes + at,
-                           run, vectors);
-        multiply_wide<T, key>(sums.value + (block.begin + j) * sums.value_row, sums.value_row, run, weights + at, W, 1,
-                              grad_rows + row * d_v, d_v, steps, d_v / S::lanes);
-        multiply_wide<T, key>(sums.key + (block.begin + j) * sums.key_row, sums.key_row, run, slopes + at, W, 1,
-                              query_rows + row * d_k, d_k, steps, d_k / S::lanes);
+        T *key_sums = sums.key + (block.begin + j) * sums.key_row,
+          *value_sums = sums.value + (block.begin + j) * sums.value_row;
+        if constexpr (paired) {
+            const uint16_t* keys = reinterpret_cast<const uint16_t*>(block.pairs->key_pairs);
+            const PairedSlopes<T>& pairs = scratch.pairs;
+            // Runs begin at multiples of four keys.
+            multiply<T, to_query, Paired<T>>(grad_queries + row, call.d_k, keys + j * call.d_k, 2, 2 * call.d_k,
+                                             pairs.slope_pairs + j / 2 * W + row, pairs_of(run), vectors);
+            multiply_wide<T, to_key, Paired<T>>(value_sums, sums.value_row, run, pairs.weights + at, W, 2,
+                                                grad_pairs + row / 2 * d_v, d_v, pairs_of(steps), value_vectors);
+            multiply_wide<T, to_key, Paired<T>>(key_sums, sums.key_row, run, pairs.slopes + at, W, 2,
+                                                query_pairs + row / 2 * d_k, d_k, pairs_of(steps), key_vectors);
+        } else {
+            const BlockView<T>& keys = block.keys;
+            multiply<T, to_query>(grad_queries + row, call.d_k, keys.data + j * keys.row, keys.step, keys.row,
+                                  scratch.slopes + at, run, vectors);
+            multiply_wide<T, to_key>(value_sums, sums.value_row, run, scratch.weights + at, W, 1, grad_rows + row * d_v,
+                                     d_v, steps, value_vectors);
+            multiply_wide<T, to_key>(key_sums, sums.key_row, run, scratch.slopes + at, W, 1, query_rows + row * d_k,
+                                     d_k, steps, key_vectors);
+        }
     }
 
     int64_t output_row(const Problem& call) const {
@@ -191,7 +244,7 @@ struct BackwardTile {
         auto check = S::zero();
         int64_t d = 0;
         for (; d + S::lanes <= width; d += S::lanes) {
-            const auto x = S::mul(Place::load_row(from + d * step, step), S::all(factor));
+            const auto x = S::mul(Vectors<T>::load(from + d * step, step), S::all(factor));
             S::store(to + d, x);
             check = S::fma(x, S::zero(), check);
         }
@@ -207,11 +260,12 @@ struct BackwardTile {
     }
 
     // A padded row times another, lane by lane.
-    static typename S::Vec multiply_lanes(const T* row, const In* other, int64_t step, int64_t width) {
+    template <class Other>
+    static typename S::Vec multiply_lanes(const T* row, const Other* other, int64_t step, int64_t width) {
         auto sum = S::zero();
         int64_t d = 0;
         for (; d + S::lanes <= width; d += S::lanes)
-            sum = S::fma(S::load(row + d), Place::load_row(other + d * step, step), sum);
+            sum = S::fma(S::load(row + d), Vectors<T>::load(other + d * step, step), sum);
         if (d == width) return sum;
         T rest[S::lanes] = {};
         for (int i = 0; d + i < width; ++i) rest[i] = T(widen(other[(d + i) * step]));
@@ -232,8 +286,10 @@ struct BackwardTile {
 
     bool copy_rows(const Backward& call, int i, int64_t r, int64_t l) {
         const Query &q = call.q, &o = call.grad_output;
-        T *query = query_rows + i * padded<T>(call.d_k), *grad = grad_rows + i * padded<T>(call.d_v);
-        const bool sound = copy_row(row_of(q, n, g, r, l), q.d, call.d_k, T(scale_of(call, r, l)), query);
+        T *query = query_rows + i * stride(call.d_k), *grad = grad_rows + i * stride(call.d_v);
+        place.scale[i] = T(scale_of(call, r, l));
+        if (paired) clear(query, stride(call.d_k)), clear(grad, stride(call.d_v));
+        const bool sound = copy_row(row_of(q, n, g, r, l), q.d, call.d_k, paired ? T(1) : place.scale[i], query);
         return copy_row(row_of(o, n, g, r, l), o.d, call.d_v, T(1), grad) && sound;
     }
 
@@ -266,10 +322,9 @@ struct BackwardTile {
     }
 
     void clear_row(const Problem& call, int i) {
-        const int64_t d_k = padded<T>(call.d_k), d_v = padded<T>(call.d_v);
-        for (int64_t d = 0; d < d_k; ++d) query_rows[i * d_k + d] = 0;
-        for (int64_t d = 0; d < d_v; ++d) grad_rows[i * d_v + d] = 0;
-        top[i] = inverse[i] = delta[i] = 0;
+        clear(query_rows + i * stride(call.d_k), stride(call.d_k));
+        clear(grad_rows + i * stride(call.d_v), stride(call.d_v));
+        top[i] = inverse[i] = delta[i] = place.scale[i] = 0;
     }
 
     // [W][width] to [width][W]
@@ -295,8 +350,8 @@ struct BackwardTile {
         for (int i = 0; i < rows; ++i) {
             if (!(which >> i & 1) || inverse[i] == 0) continue;
             clear_row(call, i);
-            for (int64_t d = 0; d < call.d_k; ++d) queries[d * W + i] = 0;
-            for (int64_t d = 0; d < call.d_v; ++d) grads[d * W + i] = 0;
+            for (int64_t d = 0; d < (paired ? pairs_of(call.d_k) : call.d_k); ++d) queries[d * W + i] = 0;
+            for (int64_t d = 0; d < (paired ? pairs_of(call.d_v) : call.d_v); ++d) grads[d * W + i] = 0;
             odd |= 1ull << i;
             odd_from[i] = key;
         }
@@ -317,7 +372,7 @@ struct BackwardTile {
 
     bool write_row(const Backward& call, int i, int64_t r, int64_t l) {
         const int64_t at = output_row(call) + i;
-        const T* sums = query_rows + i * padded<T>(call.d_k);
+        const T* sums = query_rows + i * stride(call.d_k);
         In* to = static_cast<In*>(call.gradients.query) + at * call.d_k;
         const auto factor = S::all(T(scale_of(call, r, l)));
         auto check = S::zero();
@@ -325,26 +380,17 @@ struct BackwardTile {
         for (; d + S::lanes <= call.d_k; d += S::lanes) {
             const auto x = S::mul(S::load(sums + d), factor);
             check = S::fma(x, S::zero(), check);
-            store_row(to + d, x);
+            Vectors<T>::store(to + d, x);
         }
         if (d < call.d_k) {
             In rest[S::lanes];
             const auto x = S::mul(S::load(sums + d), factor);
             check = S::fma(x, S::zero(), check);
-            store_row(rest, x);
+            Vectors<T>::store(rest, x);
             for (int i = 0; d + i < call.d_k; ++i) to[d + i] = rest[i];
         }
         constexpr uint64_t lanes = (1ull << S::lanes) - 1;
         return S::bits(S::equal(check, S::zero())) == lanes;
-    }
-
-    static void store_row(T* to, typename S::Vec x) { S::store(to, x); }
-    template <class Other>
-    static void store_row(Other* to, typename S::Vec x) {
-        using Out = decltype(widen(Other()));
-        T row[S::lanes];
-        S::store(row, x);
-        for (int i = 0; i < S::lanes; ++i) to[i] = narrow(Out(row[i]), Other());
     }
 
     // <q, sum of slopes * k> of every row.
@@ -356,7 +402,7 @@ struct BackwardTile {
                 const int i = first + lane;
                 dots[lane] = S::zero();
                 if (i >= rows) continue;
-                const T* row = query_rows + i * padded<T>(call.d_k);
+                const T* row = query_rows + i * stride(call.d_k);
                 // A row that sees nothing may have any q.
                 if (inverse[i] != 0)
                     dots[lane] = multiply_lanes(row, row_of(call.q, n, g, at.r, at.l), call.q.d, call.d_k);

@@ -136,6 +136,8 @@ bool attend_carefully(const Forward& call, int64_t n, int64_t g, int64_t row, bo
         save_row(call.saved, at, top.value, sum);
         In* to = static_cast<In*>(call.output) + at * call.d_v;
         for (int64_t d = 0; d < call.d_v; ++d) to[d] = narrow(Out(output[d]), In());
+        if (sizeof(In) == 2 && call.exact != nullptr)
+            for (int64_t d = 0; d < call.d_v; ++d) call.exact[at * call.d_v + d] = float(output[d]);
     }
     std::free(logits);
     return true;

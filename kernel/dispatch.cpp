@@ -15,6 +15,7 @@ bool has_avx512() {
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
            __builtin_cpu_supports("avx512cd");
 }
+bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
 bool has_avx2() {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
 }
@@ -23,6 +24,8 @@ bool has_avx2() {
 // Best first.
 const Implementation implementations[] = {
 #if defined(__x86_64__)
+    {"avx512_bf16", has_avx512_bf16, avx512_bf16::forward, avx512_bf16::backward, avx512::fused_operations,
+     avx512::read_memory},
     {"avx512", has_avx512, avx512::forward, avx512::backward, avx512::fused_operations, avx512::read_memory},
     {"avx2", has_avx2, avx2::forward, avx2::backward, avx2::fused_operations, avx2::read_memory},
 #endif

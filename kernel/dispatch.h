@@ -13,6 +13,7 @@
 
 namespace sqrtdk {
 #if defined(__x86_64__)
+SQRTDK_DECLARE_LEVEL(avx512_bf16)
 SQRTDK_DECLARE_LEVEL(avx512)
 SQRTDK_DECLARE_LEVEL(avx2)
 #endif

@@ -30,15 +30,18 @@ struct TilePass {
 
     void serve(int worker) {
         const size_t d_k = size_t(call.d_k), d_v = size_t(call.d_v);
-        Arena arena(sizeof(T) * (W * (d_k + d_v + key_block) + key_block * (d_k + d_v)) + sizeof(Loop) + 6 * 64);
+        const size_t pairs = in_pairs<T, In> ? W * key_block / 2 : 0;
+        Arena arena(sizeof(T) * (W * (d_k + d_v + key_block) + key_block * (d_k + 1 + d_v) + pairs) + sizeof(Loop) +
+                    7 * 64);
         if (!arena.ok()) return work.fail(Status::out_of_memory);
         Loop* loop = arena.take<Loop>(1);
         Scratch<T> scratch;
         scratch.queries = arena.take<T>(W * d_k);
         scratch.scores = arena.take<T>(W * key_block);
         scratch.output = arena.take<T>(W * d_v);
-        scratch.keys = arena.take<T>(key_block * d_k);
+        scratch.keys = arena.take<T>(key_block * (d_k + 1));
         scratch.values = arena.take<T>(key_block * d_v);
+        scratch.weights = arena.take<T>(pairs);
         const int64_t rows = call.shared * call.queries;
         for (int64_t piece; (piece = work.take(worker)) >= 0;) {
             const int64_t head = piece / tiles;
@@ -131,10 +134,12 @@ struct FewPass {
             T inverse;
             const bool divides = invert_sum(state, row, sees, sink, &inverse);
             In* to = static_cast<In*>(call.output) + at * d_v;
+            T* exact = exact_output<T, In>(call, at);
             double check = (state.sum[row] + double(state.top[row])) * 0.0;
             for (int64_t d = 0; d < d_v; ++d) {
                 check += double(output[row * d_v + d]) * 0.0;
                 to[d] = narrow(T(output[row * d_v + d] * inverse), In());
+                if (exact != nullptr) exact[d] = output[row * d_v + d] * inverse;
             }
             if (statistics) write_statistics<T, few>(call.statistics, at, state, row, scores, sink);
             save_row(call.saved, at, state.top[row], state.sum[row]);
@@ -204,6 +209,7 @@ Status run(const Forward& call) {
 
 }  // namespace
 
+#ifndef SQRTDK_HAS_PAIRS
 Status forward(const Forward& call) {
     switch (call.dtype) {
         case Dtype::float16: return run<float, Float16>(call);
@@ -213,6 +219,7 @@ Status forward(const Forward& call) {
     }
     return Status::unknown_dtype;
 }
+#endif
 
 }  // namespace SQRTDK_LEVEL
 }  // namespace sqrtdk

@@ -84,6 +84,7 @@ struct Forward : Problem {
     Statistics statistics;
     void* weights;  // contiguous [N, G, R, L, S] of dtype, the sink in the denominator, 0 if not visible; or null
     Saved saved;
+    float* exact;  // for 16-bit dtypes the output before it is rounded, which the backward pass starts from; or null
 };
 
 // What backward() writes; query, key and value contiguous and of the call's dtype, scale and sinks per row or null.
@@ -97,7 +98,7 @@ struct Gradients {
 
 struct Backward : Problem {
     Saved saved;         // of the forward pass; only read
-    const void* output;  // of the forward pass, contiguous [N, G, R, L, V] of dtype
+    const void* output;  // of the forward pass, contiguous [N, G, R, L, V] of dtype; for 16-bit dtypes `exact`
     Query grad_output;   // [N, G, R, L, V] of dtype
     Gradients gradients;
 };

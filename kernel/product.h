@@ -5,6 +5,8 @@
 //   scores: row = key, k = feature;  A = keys,             B = queries, transposed
 //   output: row = feature, k = key;  A = values, turned,   B = weights
 //   gradient of values: row = key, k = query;  A = weights,  B = gradients of the output, lanes are features
+//
+// With pairs (pairs.h) each k is two neighbours of 16 bits, in A as in B, and C is float.
 #pragma once
 
 #include <cstddef>
@@ -28,12 +30,27 @@ constexpr int tile_rows = panel * Simd<T>::lanes;
 template <class T>
 constexpr int row_block = Simd<T>::registers >= 32 ? 4 : 3;
 
+// Operands in the working precision.
+template <class T>
+struct Single {
+    using Element = T;  // of A
+    using Lanes = typename Simd<T>::Vec;
+    SQRTDK_INLINE Lanes load(const T* b) { return Simd<T>::load(b); }
+    SQRTDK_INLINE Lanes all(const T* a) { return Simd<T>::all(*a); }
+    SQRTDK_INLINE Lanes fma(Lanes a, Lanes b, Lanes c) { return Simd<T>::fma(a, b, c); }
+};
+
+// What becomes of a product: it is written, added to what is there, or written with a factor for each lane.
+enum class Into { place, sum, scaled };
+
 // Noinline: inlined into the tile loop the register allocator spills and a fifth of the speed is gone.
-template <class T, int rows, int vectors, bool add>
-__attribute__((noinline)) void multiply_block(T* c, ptrdiff_t c_row, const T* a, ptrdiff_t a_row, ptrdiff_t a_step,
-                                              const T* b, ptrdiff_t b_row, int64_t steps) {
+template <class T, class Operand, int rows, int vectors, Into into>
+__attribute__((noinline)) void multiply_block(T* c, ptrdiff_t c_row, const typename Operand::Element* a,
+                                              ptrdiff_t a_row, ptrdiff_t a_step, const T* b, ptrdiff_t b_row,
+                                              int64_t steps, const T* factors) {
     using S = Simd<T>;
     using Vec = typename S::Vec;
+    using Lanes = typename Operand::Lanes;
     Vec sum[rows][vectors];
     // Every loop over registers is unrolled by hand of the compiler's front end: left to the optimizer the sums take a
     // detour over the stack, 3% of the time of a block.
@@ -44,25 +61,25 @@ __attribute__((noinline)) void multiply_block(T* c, ptrdiff_t c_row, const T* a,
 #pragma GCC unroll 2
     for (int64_t k = 0; k < steps; ++k) {
         if (S::registers >= 32) {
-            Vec lane[vectors];
+            Lanes lane[vectors];
 #pragma GCC unroll 4
-            for (int j = 0; j < vectors; ++j) lane[j] = S::load(b + j * S::lanes);
+            for (int j = 0; j < vectors; ++j) lane[j] = Operand::load(b + j * S::lanes);
 #pragma GCC unroll 4
             for (int i = 0; i < rows; ++i) {
-                const Vec x = S::all(a[i * a_row]);
+                const Lanes x = Operand::all(a + i * a_row);
 #pragma GCC unroll 4
-                for (int j = 0; j < vectors; ++j) sum[i][j] = S::fma(x, lane[j], sum[i][j]);
+                for (int j = 0; j < vectors; ++j) sum[i][j] = Operand::fma(x, lane[j], sum[i][j]);
             }
         } else {
             // 12 sums, 3 broadcasts and one vector of lanes are all 16 registers.
-            Vec x[rows];
+            Lanes x[rows];
 #pragma GCC unroll 4
-            for (int i = 0; i < rows; ++i) x[i] = S::all(a[i * a_row]);
+            for (int i = 0; i < rows; ++i) x[i] = Operand::all(a + i * a_row);
 #pragma GCC unroll 4
             for (int j = 0; j < vectors; ++j) {
-                const Vec lane = S::load(b + j * S::lanes);
+                const Lanes lane = Operand::load(b + j * S::lanes);
 #pragma GCC unroll 4
-                for (int i = 0; i < rows; ++i) sum[i][j] = S::fma(x[i], lane, sum[i][j]);
+                for (int i = 0; i < rows; ++i) sum[i][j] = Operand::fma(x[i], lane, sum[i][j]);
             }
         }
         a += a_step;
@@ -74,46 +91,55 @@ __attribute__((noinline)) void multiply_block(T* c, ptrdiff_t c_row, const T* a,
         for (int j = 0; j < vectors; ++j) {
             // What was there is added last: rounding grows with the block's length, not with all keys so far.
             T* to = c + i * c_row + j * S::lanes;
-            S::store(to, add ? S::add(S::load(to), sum[i][j]) : sum[i][j]);
+            S::store(to, into == Into::sum      ? S::add(S::load(to), sum[i][j])
+                         : into == Into::scaled ? S::mul(S::load(factors + j * S::lanes), sum[i][j])
+                                                : sum[i][j]);
         }
 }
 
-template <class T, int vectors, bool add>
-void multiply_rows(T* c, ptrdiff_t c_row, int64_t rows, const T* a, ptrdiff_t a_row, ptrdiff_t a_step, const T* b,
-                   ptrdiff_t b_row, int64_t steps) {
+template <class T, class Operand, int vectors, Into into>
+void multiply_rows(T* c, ptrdiff_t c_row, int64_t rows, const typename Operand::Element* a, ptrdiff_t a_row,
+                   ptrdiff_t a_step, const T* b, ptrdiff_t b_row, int64_t steps, const T* factors) {
     constexpr int block = row_block<T>;
     int64_t i = 0;
     for (; i + block <= rows; i += block)
-        multiply_block<T, block, vectors, add>(c + i * c_row, c_row, a + i * a_row, a_row, a_step, b, b_row, steps);
+        multiply_block<T, Operand, block, vectors, into>(c + i * c_row, c_row, a + i * a_row, a_row, a_step, b, b_row,
+                                                         steps, factors);
     c += i * c_row;
     a += i * a_row;
     switch (rows - i) {
-        case 3: multiply_block<T, 3, vectors, add>(c, c_row, a, a_row, a_step, b, b_row, steps); break;
-        case 2: multiply_block<T, 2, vectors, add>(c, c_row, a, a_row, a_step, b, b_row, steps); break;
-        case 1: multiply_block<T, 1, vectors, add>(c, c_row, a, a_row, a_step, b, b_row, steps); break;
+        case 3:
+            multiply_block<T, Operand, 3, vectors, into>(c, c_row, a, a_row, a_step, b, b_row, steps, factors);
+            break;
+        case 2:
+            multiply_block<T, Operand, 2, vectors, into>(c, c_row, a, a_row, a_step, b, b_row, steps, factors);
+            break;
+        case 1:
+            multiply_block<T, Operand, 1, vectors, into>(c, c_row, a, a_row, a_step, b, b_row, steps, factors);
+            break;
         default: break;
     }
 }
 
 // C and B any number of vectors wide, their rows any distance apart.
-template <class T, bool add>
-void multiply_wide(T* c, ptrdiff_t c_row, int64_t rows, const T* a, ptrdiff_t a_row, ptrdiff_t a_step, const T* b,
-                   ptrdiff_t b_row, int64_t steps, int64_t vectors) {
+template <class T, Into into, class Operand = Single<T>>
+void multiply_wide(T* c, ptrdiff_t c_row, int64_t rows, const typename Operand::Element* a, ptrdiff_t a_row,
+                   ptrdiff_t a_step, const T* b, ptrdiff_t b_row, int64_t steps, int64_t vectors,
+                   const T* factors = nullptr) {
     for (; vectors > 0; vectors -= panel, c += tile_rows<T>, b += tile_rows<T>) {
-        switch (vectors) {
-            default: multiply_rows<T, 4, add>(c, c_row, rows, a, a_row, a_step, b, b_row, steps); break;
-            case 3: multiply_rows<T, 3, add>(c, c_row, rows, a, a_row, a_step, b, b_row, steps); break;
-            case 2: multiply_rows<T, 2, add>(c, c_row, rows, a, a_row, a_step, b, b_row, steps); break;
-            case 1: multiply_rows<T, 1, add>(c, c_row, rows, a, a_row, a_step, b, b_row, steps); break;
-        }
+        auto rows_of = vectors >= panel ? multiply_rows<T, Operand, 4, into>
+                       : vectors == 3   ? multiply_rows<T, Operand, 3, into>
+                       : vectors == 2   ? multiply_rows<T, Operand, 2, into>
+                                        : multiply_rows<T, Operand, 1, into>;
+        rows_of(c, c_row, rows, a, a_row, a_step, b, b_row, steps, factors);
     }
 }
 
 // `vectors` from 1 to 4 of a tile of queries: on a causal diagonal only those that see something take part.
-template <class T, bool add>
-void multiply(T* c, int64_t rows, const T* a, ptrdiff_t a_row, ptrdiff_t a_step, const T* b, int64_t steps,
-              int vectors) {
-    multiply_wide<T, add>(c, tile_rows<T>, rows, a, a_row, a_step, b, tile_rows<T>, steps, vectors);
+template <class T, Into into, class Operand = Single<T>>
+void multiply(T* c, int64_t rows, const typename Operand::Element* a, ptrdiff_t a_row, ptrdiff_t a_step, const T* b,
+              int64_t steps, int vectors, const T* factors = nullptr) {
+    multiply_wide<T, into, Operand>(c, tile_rows<T>, rows, a, a_row, a_step, b, tile_rows<T>, steps, vectors, factors);
 }
 
 }  // namespace

@@ -28,7 +28,8 @@ template <>
 struct Simd<float> {
     static constexpr int lanes = 8;
     static constexpr int registers = 16;  // decides how many rows a product keeps in registers
-    static constexpr bool fused = true;   // fma rounds once
+    static constexpr bool has_sixteenths = false;
+    static constexpr bool fused = true;  // fma rounds once
     using Vec = __m256;
     struct Mask {
         __m256 lanes;
@@ -97,6 +98,7 @@ template <>
 struct Simd<double> {
     static constexpr int lanes = 4;
     static constexpr int registers = 16;
+    static constexpr bool has_sixteenths = false;
     static constexpr bool fused = true;  // fma rounds once
     using Vec = __m256d;
     struct Mask {

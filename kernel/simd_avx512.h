@@ -8,7 +8,7 @@
 #define SQRTDK_INLINE static inline __attribute__((always_inline))
 
 namespace sqrtdk {
-namespace avx512 {
+namespace SQRTDK_LEVEL {
 
 template <class T>
 struct Simd;
@@ -47,6 +47,17 @@ struct Simd<float> {
         return _mm512_or_ps(size, _mm512_and_ps(sign, _mm512_set1_ps(-0.0f)));
     }
     SQRTDK_INLINE Vec scale2(Vec x, Vec n) { return _mm512_scalef_ps(x, n); }  // x * 2^n, n integral and >= -126
+
+    // 2^(k/16) for z = k + sixteenths_shift, k integral and >= -2016: a look into a table, off the pipes that multiply.
+    static constexpr bool has_sixteenths = true;
+    SQRTDK_INLINE Vec sixteenths(Vec z) {
+        // The bits of 2^(i/16) less i << 19: what the lowest four bits of k add to the shifted k.
+        const __m512i table = _mm512_setr_epi32(0x3f800000, 0x3f7daac3, 0x3f7b95c2, 0x3f79c3d3, 0x3f7837f0, 0x3f76f532,
+                                                0x3f75fed7, 0x3f75583f, 0x3f7504f3, 0x3f7508a4, 0x3f75672a, 0x3f76248c,
+                                                0x3f7744fd, 0x3f78ccdf, 0x3f7ac0c7, 0x3f7d257d);
+        const __m512i k = _mm512_castps_si512(z);
+        return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_permutexvar_epi32(k, table), _mm512_slli_epi32(k, 19)));
+    }
 
     SQRTDK_INLINE Mask equal(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
     SQRTDK_INLINE Mask less(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
@@ -111,6 +122,7 @@ struct Simd<double> {
         return _mm512_or_pd(size, _mm512_and_pd(sign, _mm512_set1_pd(-0.0)));
     }
     SQRTDK_INLINE Vec scale2(Vec x, Vec n) { return _mm512_scalef_pd(x, n); }  // n >= -1022
+    static constexpr bool has_sixteenths = false;
 
     SQRTDK_INLINE Mask equal(Vec a, Vec b) { return _mm512_cmp_pd_mask(a, b, _CMP_EQ_OQ); }
     SQRTDK_INLINE Mask less(Vec a, Vec b) { return _mm512_cmp_pd_mask(a, b, _CMP_LT_OQ); }
@@ -140,5 +152,5 @@ struct Simd<double> {
     }
 };
 
-}  // namespace avx512
+}  // namespace SQRTDK_LEVEL
 }  // namespace sqrtdk

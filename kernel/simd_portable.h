@@ -38,6 +38,7 @@ struct Simd<float> {
     static constexpr int registers = 16;
     static constexpr bool fused = false;
 #endif
+    static constexpr bool has_sixteenths = false;
     typedef float Vec __attribute__((vector_size(16)));
     typedef int32_t Mask __attribute__((vector_size(16)));
     typedef uint32_t Bits __attribute__((vector_size(16)));
@@ -115,6 +116,7 @@ template <>
 struct Simd<double> {
     static constexpr int lanes = 2;
     static constexpr int registers = Simd<float>::registers;
+    static constexpr bool has_sixteenths = false;
     static constexpr bool fused = Simd<float>::fused;
     typedef double Vec __attribute__((vector_size(16)));
     typedef int64_t Mask __attribute__((vector_size(16)));

@@ -6,6 +6,7 @@
 
 #include "exponential.h"
 #include "level.h"
+#include "pairs.h"
 #include "product.h"
 #include "row_state.h"
 
@@ -73,9 +74,10 @@ __attribute__((noinline)) void find_tops(const T* scores, int64_t keys, uint64_t
 }
 
 // One vector of rows, the keys of one block: scores become weights, the block's sums are written at lane `at`.
-template <class T, int W, bool statistics, bool partial>
+// `paired`: the weights are written as pairs of keys, too.
+template <class T, int W, bool statistics, bool partial, bool paired>
 __attribute__((noinline)) bool soften(T* scores, int64_t keys, const uint64_t* words, int at, const T* tops,
-                                      BlockSums<T, W>& block) {
+                                      BlockSums<T, W>& block, [[maybe_unused]] T* pairs) {
     using S = Simd<T>;
     using Vec = typename S::Vec;
     const Vec hidden = S::all(T(-INFINITY)), one = S::all(T(1));
@@ -122,13 +124,13 @@ __attribute__((noinline)) bool soften(T* scores, int64_t keys, const uint64_t* w
 
     Vec sum0 = S::zero(), sum1 = S::zero(), deviation = S::zero(), deviation2 = S::zero();
     TailSums<T> all, some;
-    auto step = [&](int64_t i, Vec& sum) __attribute__((always_inline)) {
+    auto step = [&](int64_t i, Vec& sum) __attribute__((always_inline)) -> Vec {
         const Vec x = S::load(scores + i * W);
         Vec t = S::sub(x, base);
         const Vec p = exponential<T>(t);
-        S::store(scores + i * W, p);
+        if (!paired || statistics) S::store(scores + i * W, p);
         sum = S::add(sum, p);
-        if (!statistics) return;
+        if (!statistics) return p;
         // The largest is left out as it goes: taken off the sums in the end, its 1 would have drowned the small ones.
         const Vec rest = S::keep(S::less(t, S::zero()), p), square = S::mul(rest, rest);
         Vec d = S::sub(x, reference);
@@ -143,15 +145,19 @@ __attribute__((noinline)) bool soften(T* scores, int64_t keys, const uint64_t* w
         some.tail = S::add(some.tail, rest);
         some.tail2 = S::add(some.tail2, square);
         some.tail3 = S::fma(square, rest, some.tail3);
+        return p;
     };
     const int64_t stretch = statistics ? tail_stretch : keys;
     for (int64_t from = 0; from < keys; from += stretch) {
         const int64_t to = from + stretch < keys ? from + stretch : keys;
         for (j = from; j + 2 <= to; j += 2) {
-            step(j, sum0);
-            step(j + 1, sum1);
+            const Vec first = step(j, sum0), second = step(j + 1, sum1);
+            if constexpr (paired) PairSimd<T>::store_pairs(pairs + j / 2 * W, first, second);
         }
-        if (j < to) step(j, sum0);
+        if (j < to) {
+            const Vec last = step(j, sum0);
+            if constexpr (paired) PairSimd<T>::store_pairs(pairs + j / 2 * W, last, S::zero());
+        }
         if (statistics) all.add(some);
     }
     const Vec sum = S::add(sum0, sum1);

@@ -14,9 +14,11 @@
 #include "exponential.h"
 #include "kernel.h"
 #include "level.h"
+#include "pairs.h"
 #include "product.h"
 #include "row_state.h"
 #include "soften.h"
+#include "vectors.h"
 #include "visibility.h"
 
 namespace sqrtdk {
@@ -34,14 +36,25 @@ struct RowCursor {
     }
 };
 
+// Where a row's output goes before it is rounded to 16 bits; null where nobody wants it.
+template <class T, class In>
+T* exact_output(const Forward& call, int64_t row) {
+    if constexpr (sizeof(In) == 2 && sizeof(T) == sizeof(float)) {
+        return call.exact == nullptr ? nullptr : call.exact + row * call.d_v;
+    } else {
+        return nullptr;
+    }
+}
+
 // What one worker needs, allocated once a call.
 template <class T>
 struct Scratch {
     T* queries;  // [D][W]
     T* scores;   // [key_block][W]
     T* output;   // [V][W]
-    T* keys;     // [key_block][D], only for copies
-    T* values;   // [key_block][V], only for copies
+    T* keys;     // [key_block][D + 1], only for copies
+    T* values;   // [key_block][V], for copies, and for pairs of keys
+    T* weights;  // [key_block / 2][W], only for pairs of keys
 };
 
 template <class T, class In, bool statistics>
@@ -52,6 +65,7 @@ struct Tile {
     RowState<T, W> state;
     BlockSums<T, W> block;
     Visibility<T, W> sight;
+    alignas(64) T scale[W];  // 0 for a row that is not there
 
     // Rows that need more than the loop, one bit each.
     struct Odd {
@@ -79,7 +93,6 @@ struct Tile {
     // Returns the rows whose scale cannot be multiplied in beforehand.
     uint64_t load_queries(const Forward& call, T* to, int64_t n, int64_t g, int64_t first_row, int rows) {
         const In* rows_at[W];
-        T scale[W];
         uint64_t odd = 0;
         RowCursor at(call, first_row);
         for (int i = 0; i < W; ++i, at.step(i < rows)) {
@@ -91,6 +104,10 @@ struct Tile {
             scale[i] = i < rows ? T(given) : T(0);
             if (i < rows && !can_fold<T>(given)) odd |= 1ull << i;
         }
+        if constexpr (in_pairs<T, In>) {
+            turn_pairs(rows_at, call.q.d, call.d_k, rows, to);
+            return odd;
+        }
         int64_t d = 0;
         for (; d + S::lanes <= call.d_k; d += S::lanes)
             for (int c = 0; c * S::lanes < rows; ++c) {
@@ -99,7 +116,7 @@ struct Tile {
                     const int lane = c * S::lanes + i;
                     const In* p = rows_at[lane] + d * call.q.d;
                     // A row that is not there has scale 0; times a NaN of row 0 it must still be 0.
-                    square[i] = lane < rows ? S::mul(load_row(p, call.q.d), S::all(scale[lane])) : S::zero();
+                    square[i] = lane < rows ? S::mul(Vectors<T>::load(p, call.q.d), S::all(scale[lane])) : S::zero();
                 }
                 S::transpose(square);
                 for (int t = 0; t < S::lanes; ++t) S::store(to + (d + t) * W + c * S::lanes, square[t]);
@@ -109,19 +126,28 @@ struct Tile {
         return odd;
     }
 
-    static typename S::Vec load_row(const T* p, int64_t step, T*) {
-        if (step == 1) return S::load(p);
-        T copy[S::lanes];
-        for (int i = 0; i < S::lanes; ++i) copy[i] = p[i * step];
-        return S::load(copy);
+    // Rows of bfloat16 to pairs of features [width / 2][W]; rows that are not there are zeros. The scale would have to
+    // be rounded: it is multiplied into the scores instead.
+    static void turn_pairs(const In* const (&rows_at)[W], int64_t step, int64_t width, int rows, T* to) {
+        int64_t d = 0;
+        for (; step == 1 && d + 2 * S::lanes <= width; d += 2 * S::lanes)
+            for (int c = 0; c * S::lanes < rows; ++c) {
+                typename S::Vec square[S::lanes];
+                for (int i = 0; i < S::lanes; ++i) {
+                    const int lane = c * S::lanes + i;
+                    square[i] = lane < rows ? S::load(reinterpret_cast<const T*>(rows_at[lane] + d)) : S::zero();
+                }
+                S::transpose(square);
+                for (int t = 0; t < S::lanes; ++t) S::store(to + (d / 2 + t) * W + c * S::lanes, square[t]);
+            }
+        for (; d < width; d += 2)
+            for (int i = 0; i < W; ++i) {
+                const uint16_t first = rows_at[i][d * step].bits;
+                const uint16_t second = d + 1 < width ? rows_at[i][(d + 1) * step].bits : uint16_t(0);
+                const uint32_t pair = i < rows ? make_pair(first, second) : 0;
+                __builtin_memcpy(to + d / 2 * W + i, &pair, 4);
+            }
     }
-    template <class Other>
-    static typename S::Vec load_row(const Other* p, int64_t step, T*) {
-        T copy[S::lanes];
-        for (int i = 0; i < S::lanes; ++i) copy[i] = widen(p[i * step]);
-        return S::load(copy);
-    }
-    static typename S::Vec load_row(const In* p, int64_t step) { return load_row(p, step, static_cast<T*>(nullptr)); }
 
     // Where each row stands: its range of keys and its row of the mask. Rows that are not there repeat the last one.
     void place(const Problem& call, int64_t n, int64_t g, int64_t first_row, int rows) {
@@ -135,6 +161,7 @@ struct Tile {
             sight.mask_row[i] = n * mask.n + g * mask.g + r * mask.r + l * mask.l;
             sight.one_mask = sight.one_mask && sight.mask_row[i] == sight.mask_row[0];
         }
+        sight.settle();
     }
 
     // The part of a block that each vector of rows can see by its ranges, to multiples of four keys.
@@ -143,8 +170,8 @@ struct Tile {
     };
     Span spans(int64_t begin, int64_t count) const {
         Span span;
-        bool rising = true;
-        for (int c = 0; c < panel; ++c) {
+        bool rising = !sight.is_whole(begin, begin + count);
+        for (int c = 0; c < panel && rising; ++c) {
             int64_t lo = INT64_MAX, hi = -1;
             for (int i = c * S::lanes; i < (c + 1) * S::lanes; ++i) {
                 if (sight.lo[i] > sight.hi[i]) continue;
@@ -161,7 +188,8 @@ struct Tile {
             if (c > 0) rising = rising && span.from[c] >= span.from[c - 1] && span.to[c] >= span.to[c - 1];
         }
         if (rising) return span;
-        // Rows of several heads in one tile: no order to use, every vector takes the whole block.
+        // All rows see all keys, or rows of several heads are in one tile and there is no order to use: every vector
+        // takes the whole block.
         for (int c = 0; c < panel; ++c) {
             span.from[c] = c * S::lanes < sight.rows ? 0 : count;
             span.to[c] = count;
@@ -189,6 +217,26 @@ struct Tile {
         }
     }
 
+    // Scores of the keys at k_at, for each run of them by the vectors that see something of it.
+    void score(const Forward& call, const Scratch<T>& scratch, const In* k_at, int64_t count, const Span& span) {
+        const KeyValue& k = call.k;
+        T* scores = scratch.scores;
+        if constexpr (in_pairs<T, In>) {
+            const PairView keys = view_pairs(k_at, k.s, k.d, count, call.d_k, scratch.keys);
+            each_run(span, count, [&](int64_t j, int64_t run, int first, int vectors) {
+                multiply<T, Into::scaled, Paired<T>>(scores + j * W + first * S::lanes, run, keys.data + j * keys.row,
+                                                     keys.row, 2, scratch.queries + first * S::lanes,
+                                                     pairs_of(call.d_k), vectors, scale + first * S::lanes);
+            });
+        } else {
+            const BlockView<T> keys = View<T, In>::of(k_at, k.s, k.d, count, call.d_k, scratch.keys);
+            each_run(span, count, [&](int64_t j, int64_t run, int first, int vectors) {
+                multiply<T, Into::place>(scores + j * W + first * S::lanes, run, keys.data + j * keys.row, keys.row,
+                                         keys.step, scratch.queries + first * S::lanes, call.d_k, vectors);
+            });
+        }
+    }
+
   private:
     uint64_t take_block(const Forward& call, const Scratch<T>& scratch, int64_t n, int64_t g, int64_t begin,
                         int64_t end, bool careful) {
@@ -198,27 +246,42 @@ struct Tile {
         const KeyValue &k = call.k, &v = call.v;
         const In* k_at = static_cast<const In*>(k.data) + n * k.n + g * k.g + begin * k.s;
         const In* v_at = static_cast<const In*>(v.data) + n * v.n + g * v.g + begin * v.s;
-        const BlockView<T> keys = View<T, In>::of(k_at, k.s, k.d, count, call.d_k, scratch.keys);
         const Span span = spans(begin, count);
         T* scores = scratch.scores;
-        each_run(span, count, [&](int64_t j, int64_t run, int first, int vectors) {
-            multiply<T, false>(scores + j * W + first * S::lanes, run, keys.data + j * keys.row, keys.row, keys.step,
-                               scratch.queries + first * S::lanes, call.d_k, vectors);
-        });
+        score(call, scratch, k_at, count, span);
         const bool partial = what == Sight::something;
         if (call.softcap > 0 || call.mask.kind > MaskKind::boolean) adjust(call, scores, span, partial);
-        soften_block(scores, span, partial, scratch.output, call.d_v, begin);
-        const BlockView<T> values = careful ? copy_finite(v_at, v, count, call.d_v, scratch.values)
-                                            : View<T, In>::of(v_at, v.s, v.d, count, call.d_v, scratch.values);
-        each_run(span, count, [&](int64_t j, int64_t run, int first, int vectors) {
-            multiply<T, true>(scratch.output + first * S::lanes, call.d_v, values.data + j * values.row, values.step,
-                              values.row, scores + j * W + first * S::lanes, run, vectors);
-        });
+        soften_block(scratch, span, partial, call.d_v, begin);
+        add_values(call, scratch, v_at, count, span, careful);
         if (careful) add_infinite(call, v_at, scores, span, partial, scratch.output, count);
         if (!partial) return Visibility<T, W>::every_row;
         uint64_t seen = 0;
         for (int64_t j = 0; j < count; ++j) seen |= sight.words[j];
         return seen;
+    }
+
+    void add_values(const Forward& call, const Scratch<T>& scratch, const In* v_at, int64_t count, const Span& span,
+                    bool careful) {
+        const KeyValue& v = call.v;
+        if constexpr (in_pairs<T, In>) {
+            interleave_rows(v_at, v.s, v.d, count, call.d_v, scratch.values);
+            if (careful) clear_infinite(v_at, v.s, v.d, count, call.d_v, scratch.values);
+            const uint16_t* pairs = reinterpret_cast<const uint16_t*>(scratch.values);
+            // Runs begin at multiples of four keys.
+            each_run(span, count, [&](int64_t j, int64_t run, int first, int vectors) {
+                multiply<T, Into::sum, Paired<T>>(scratch.output + first * S::lanes, call.d_v, pairs + j * call.d_v, 2,
+                                                  2 * call.d_v, scratch.weights + j / 2 * W + first * S::lanes,
+                                                  pairs_of(run), vectors);
+            });
+        } else {
+            const BlockView<T> values = careful ? copy_finite(v_at, v, count, call.d_v, scratch.values)
+                                                : View<T, In>::of(v_at, v.s, v.d, count, call.d_v, scratch.values);
+            each_run(span, count, [&](int64_t j, int64_t run, int first, int vectors) {
+                multiply<T, Into::sum>(scratch.output + first * S::lanes, call.d_v, values.data + j * values.row,
+                                       values.step, values.row, scratch.scores + j * W + first * S::lanes, run,
+                                       vectors);
+            });
+        }
     }
 
     // Soft cap, then the additive mask; what the scores were before is described first.
@@ -239,23 +302,25 @@ struct Tile {
         }
     }
 
-    void soften_block(T* scores, const Span& span, bool partial, T* output, int64_t d_v, int64_t begin) {
+    void soften_block(const Scratch<T>& scratch, const Span& span, bool partial, int64_t d_v, int64_t begin) {
         block.has_tiny = false;
         if (statistics)
             for (int i = 0; i < W; ++i) block.tiny2[i] = block.tiny3[i] = 0;
         for (int c = 0; c < panel; ++c) {
             const int at = c * S::lanes;
             const int64_t from = span.from[c], keys = span.to[c] - from;
-            T* column = scores + from * W + at;
+            T *column = scratch.scores + from * W + at, *pairs = scratch.weights + from / 2 * W + at;
+            constexpr bool paired = in_pairs<T, In>;
             const bool grew =
-                partial ? soften<T, W, statistics, true>(column, keys, sight.words + from, at, state.top, block)
-                        : soften<T, W, statistics, false>(column, keys, nullptr, at, state.top, block);
+                partial ? soften<T, W, statistics, true, paired>(column, keys, sight.words + from, at, state.top, block,
+                                                                 pairs)
+                        : soften<T, W, statistics, false, paired>(column, keys, nullptr, at, state.top, block, pairs);
             if (statistics && from > 0)
                 for (int i = at; i < at + S::lanes; ++i) block.key[i] += T(from);
             if (!grew) continue;
             const auto factor = S::load(block.factor + at);
-            for (int64_t d = 0; d < d_v; ++d)
-                S::store(output + d * W + at, S::mul(S::load(output + d * W + at), factor));
+            T* output = scratch.output + at;
+            for (int64_t d = 0; d < d_v; ++d) S::store(output + d * W, S::mul(S::load(output + d * W), factor));
         }
         absorb<T, W, statistics>(state, block, begin);
     }
@@ -304,42 +369,44 @@ struct Tile {
             if (i < rows) save_row(call.saved, out_row + i, state.top[i], state.sum[i]);
         }
         In* to = static_cast<In*>(call.output) + out_row * call.d_v;
+        T* exact = exact_output<T, In>(call, out_row);
         for (int c = 0; c * S::lanes < rows; ++c) {
             const auto factor = S::load(inverse + c * S::lanes);
-            auto check = S::zero();
+            auto check = S::zero(), other = S::zero();  // two, for one would wait for itself
             int64_t d = 0;
             for (; d + S::lanes <= call.d_v; d += S::lanes) {
                 typename S::Vec square[S::lanes];
-                for (int t = 0; t < S::lanes; ++t) {
-                    const auto x = S::load(output + (d + t) * W + c * S::lanes);
+                for (int t = 0; t < S::lanes; t += 2) {
+                    const T* at = output + (d + t) * W + c * S::lanes;
+                    const auto x = S::load(at), y = S::load(at + W);
                     check = S::fma(x, S::zero(), check);
+                    other = S::fma(y, S::zero(), other);
                     square[t] = S::mul(x, factor);
+                    square[t + 1] = S::mul(y, factor);
                 }
                 S::transpose(square);
-                for (int i = 0; i < S::lanes && c * S::lanes + i < rows; ++i)
-                    store_row(to + (c * S::lanes + i) * call.d_v + d, square[i]);
+                for (int i = 0; i < S::lanes && c * S::lanes + i < rows; ++i) {
+                    const int64_t at = (c * S::lanes + i) * call.d_v + d;
+                    Vectors<T>::store(to + at, square[i]);
+                    if (exact != nullptr) S::store(exact + at, square[i]);
+                }
             }
             for (; d < call.d_v; ++d) {
                 alignas(64) T row[S::lanes];
                 const auto x = S::load(output + d * W + c * S::lanes);
                 check = S::fma(x, S::zero(), check);
                 S::store(row, S::mul(x, factor));
-                for (int i = 0; i < S::lanes && c * S::lanes + i < rows; ++i)
-                    to[(c * S::lanes + i) * call.d_v + d] = narrow(row[i], In());
+                for (int i = 0; i < S::lanes && c * S::lanes + i < rows; ++i) {
+                    const int64_t at = (c * S::lanes + i) * call.d_v + d;
+                    to[at] = narrow(row[i], In());
+                    if (exact != nullptr) exact[at] = row[i];
+                }
             }
-            const uint64_t sound = S::bits(S::equal(check, S::zero()));
+            const uint64_t sound = S::bits(S::equal(S::add(check, other), S::zero()));
             for (int i = 0; i < S::lanes && c * S::lanes + i < rows; ++i)
                 if (!(sound >> i & 1)) odd.output |= 1ull << (c * S::lanes + i);
         }
         return odd;
-    }
-
-    static void store_row(T* p, typename S::Vec x) { S::store(p, x); }
-    template <class Other>
-    static void store_row(Other* p, typename S::Vec x) {
-        alignas(64) T row[S::lanes];
-        S::store(row, x);
-        for (int i = 0; i < S::lanes; ++i) p[i] = narrow(row[i], Other());
     }
 };
 

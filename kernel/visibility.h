@@ -62,8 +62,22 @@ struct Visibility {
     int64_t lo[W], hi[W];  // range of visible keys of each row, before the mask
     int64_t mask_row[W];   // where each row of the mask begins, in elements
     bool one_mask;         // all rows have the same row of the mask
+    int64_t most_lo, least_hi;
     uint64_t words[key_block];
     T bias[key_block * W];  // additive mask, turned: [key][row]
+
+    // To be called when every row has its range.
+    void settle() {
+        most_lo = lo[0];
+        least_hi = hi[0];
+        for (int i = 1; i < W; ++i) {
+            most_lo = larger(most_lo, lo[i]);
+            least_hi = smaller(least_hi, hi[i]);
+        }
+    }
+
+    // Whether the keys [begin, end) lie in the range of every row.
+    bool is_whole(int64_t begin, int64_t end) const { return most_lo <= begin && least_hi >= end - 1; }
 
     int64_t first_key() const {
         int64_t first = lo[0];
@@ -79,13 +93,11 @@ struct Visibility {
     // Works out the words of the keys [begin, end), and the bias where the mask is additive.
     Sight look(const Mask& mask, int64_t begin, int64_t end) {
         const int64_t count = end - begin;
-        bool all = true, none = true;
-        for (int i = 0; i < W; ++i) {
-            all = all && lo[i] <= begin && hi[i] >= end - 1;
-            none = none && (lo[i] > hi[i] || lo[i] >= end || hi[i] < begin);
-        }
-        if (none) return Sight::nothing;
+        const bool all = is_whole(begin, end);
         if (all && mask.kind == MaskKind::none) return Sight::everything;
+        bool none = true;
+        for (int i = 0; i < W; ++i) none = none && (lo[i] > hi[i] || lo[i] >= end || hi[i] < begin);
+        if (none) return Sight::nothing;
         if (all) {
             for (int64_t j = 0; j < count; ++j) words[j] = every_row;
         } else {

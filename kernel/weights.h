@@ -62,8 +62,12 @@ void write_weights(Tile<T, In, statistics>& tile, const Forward& call, const Scr
             for (int64_t i = 0; i < count * W; ++i) scores[i] = 0;
         } else {
             const In* at = static_cast<const In*>(call.k.data) + n * call.k.n + g * call.k.g + begin * call.k.s;
-            const BlockView<T> keys = View<T, In>::of(at, call.k.s, call.k.d, count, call.d_k, scratch.keys);
-            multiply<T, false>(scores, count, keys.data, keys.row, keys.step, scratch.queries, call.d_k, vectors);
+            typename Tile<T, In, statistics>::Span whole;
+            for (int c = 0; c < panel; ++c) {
+                whole.from[c] = c < vectors ? 0 : count;
+                whole.to[c] = count;
+            }
+            tile.score(call, scratch, at, count, whole);
             for (int64_t j = 0; j < count; ++j)
                 for (int c = 0; c < vectors; ++c) {
                     auto x = S::load(scores + j * W + c * S::lanes);

@@ -13,7 +13,7 @@ from conftest import NATIVE, RUNNING
 from oracle import draw
 from sqrtdk import SqrtdkError, attention, backends
 
-NAMES = ["avx512", "avx2", "portable", "reference"]
+NAMES = ["avx512_bf16", "avx512", "avx2", "portable", "reference"]
 
 
 def run_python(code, **environment):
@@ -75,7 +75,9 @@ def test_the_forced_backend_is_the_one_that_computes():
 
 def test_unknown_names_list_the_known_ones():
     for ask in (backends.inspect, backends.use):
-        with pytest.raises(SqrtdkError, match=r"unknown backend 'avx'; known: avx2, avx512, portable, reference"):
+        with pytest.raises(
+            SqrtdkError, match=r"unknown backend 'avx'; known: avx2, avx512, avx512_bf16, portable, reference"
+        ):
             ask("avx")
     with pytest.raises(TypeError, match=r"name must be a backend's name or None, got 3"):
         backends.use(3)
@@ -133,7 +135,7 @@ def test_a_wrong_environment_is_named():
         "try: sqrtdk.attention(*numpy.ones((3, 2, 2)))\n"
         "except sqrtdk.SqrtdkError as error: print(error)"
     )
-    known = "known: avx2, avx512, portable, reference"
+    known = "known: avx2, avx512, avx512_bf16, portable, reference"
     assert run_python(code, SQRTDK_BACKEND="nonsense") == f"unknown backend 'nonsense'; {known}"
 
 

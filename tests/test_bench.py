@@ -424,7 +424,7 @@ def test_command_writes_json_and_figure(tiny, capsys, tmp_path):
         (["--suite", "squares"], "known: growth, memory, model, overhead, real, square, statistics, tensors"),
         (["--rounds", "4"], "rounds must be at least 5 for an interval, got 4"),
         (["--threads", "0"], "count must lie between 1 and 256, got 0"),
-        (["--backend", "sse"], "unknown backend 'sse'; known: avx2, avx512, portable, reference"),
+        (["--backend", "sse"], "unknown backend 'sse'; known: avx2, avx512, avx512_bf16, portable, reference"),
         (["--output", "no/such/place.json"], "--output must lie in an existing directory"),
         (["--plot", "figure.pdf"], "--plot must end in .png, .svg, .html"),
     ],

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cmath>
+#include <cstring>
 
 #include "naive.h"
 #include "random_call.h"
@@ -23,13 +24,13 @@ struct KeyError {
     double score, logit;
 };
 
-inline KeyError error_of(const Forward& call, const naive::Row& row, size_t j, bool exact) {
+inline KeyError error_of(const Forward& call, const naive::Row& row, size_t j, bool exact, bool in_pairs) {
     const Precision working = working_precision(call.dtype);
     if (!std::isfinite(row.logits[j])) return {0.0, 0.0};
     KeyError error{};
     if (!exact) {
         error.score = working.unit * (4.0 * std::sqrt(double(call.d_k)) + 8.0) * row.magnitudes[j] +
-                      working.denormal * (row.key_sizes[j] + double(call.d_k));
+                      (in_pairs ? working.normal : working.denormal) * (row.key_sizes[j] + double(call.d_k));
     }
     error.logit = error.score;
     if (call.softcap > 0)
@@ -47,12 +48,17 @@ struct Fault {
     double number = NAN, expected = NAN, tolerance = NAN;
 };
 
+// Products of pairs take weights that are rounded to bfloat16, and numbers below the smallest normal one as 0.
+inline bool takes_pairs(const Problem& call, const char* level) {
+    return call.dtype == Dtype::bfloat16 && std::strcmp(level, "avx512_bf16") == 0;
+}
+
 class RowComparison {
   public:
-    RowComparison(const Forward& call, const naive::Head& head, const naive::Row& row, bool exact)
-        : call_(call), head_(head), row_(row), working_(working_precision(call.dtype)) {
+    RowComparison(const Forward& call, const naive::Head& head, const naive::Row& row, bool exact, bool in_pairs)
+        : call_(call), head_(head), row_(row), working_(working_precision(call.dtype)), in_pairs_(in_pairs) {
         for (size_t j = 0; j < row.keys.size(); ++j) {
-            const KeyError error = error_of(call, row, j, exact);
+            const KeyError error = error_of(call, row, j, exact, in_pairs);
             // Products beyond float64: NaN or infinite by the order of the sum.
             if (std::isinf(row.magnitudes[j]) && std::isfinite(row.scores[j])) unclear_ = true;
             if (std::isinf(error.logit) || std::isinf(error.score)) unclear_ = true;
@@ -66,7 +72,7 @@ class RowComparison {
         for (int64_t i = 0; call.sinks != nullptr && i < call.groups * call.shared; ++i)
             sink_error_ = std::fmin(1.0, std::fmax(sink_error_, 0x1p-52 * (std::fabs(call.sinks[i]) + largest_)));
         for (size_t j = 0; j < row.keys.size(); ++j) {
-            const KeyError error = error_of(call, row, j, exact);
+            const KeyError error = error_of(call, row, j, exact, in_pairs);
             if (!(row.logits[j] + error.logit >= row.max_logit - top_error_ - 800.0)) continue;
             logits_ = std::fmax(logits_, error.logit);
             if (row.weights[j] > 0) below_ = std::fmax(below_, row.max_logit - row.logits[j]);
@@ -118,6 +124,7 @@ class RowComparison {
                 continue;  // rounds to infinity or not
             const double floor = keys * (working_.normal * size + working_.denormal) + denormal;
             double tolerance = double(reach) * (4.0 * logits_ + 2.0 * sums() + sink_error_);
+            if (in_pairs_) tolerance += 1.01 * 0x1p-8 * double(reach) + keys * working_.normal;
             tolerance += rounding * std::fabs(expected) + floor;
             if (is_guess()) tolerance = 2.001 * size + denormal;
             if (!close(output, expected, tolerance)) return {"output", at, output, expected, tolerance};
@@ -184,6 +191,7 @@ class RowComparison {
     double logits_ = 0.0, all_logits_ = 0.0, all_scores_ = 0.0, top_error_ = 0.0;
     double largest_ = 0.0, largest_score_ = 0.0, below_ = 0.0, sink_error_ = 0.0;
     bool unclear_ = false;
+    const bool in_pairs_;
 };
 
 }  // namespace sqrtdk

@@ -23,11 +23,11 @@ struct Expected {
     }
 };
 
-Fault compare(const Case& test, const Expected& expected, const Results& results) {
+Fault compare(const Case& test, const Expected& expected, const Results& results, const char* level) {
     const int64_t rows = int64_t(expected.rows.size()), per_head = test.call.shared * test.call.queries;
     for (int64_t at = 0; at < rows; ++at) {
         const RowComparison comparison(test.call, expected.heads[size_t(at / per_head)], expected.rows[size_t(at)],
-                                       test.exact);
+                                       test.exact, takes_pairs(test.call, level));
         if (const Fault fault = comparison.check(results, at); fault.what) return fault;
     }
     return {};
@@ -75,7 +75,7 @@ Fault check(Case& test, const Expected& expected, Random random, const char* lev
     const int64_t rows = int64_t(expected.rows.size());
     Results results(call, true);
     if (forward(call, level) != Status::ok) return {"status"};
-    if (const Fault fault = compare(test, expected, results); fault.what) return fault;
+    if (const Fault fault = compare(test, expected, results, level); fault.what) return fault;
 
     call.threads = int(pick(random, {1, 2, 3, 5}));
     Results bare(call, false);

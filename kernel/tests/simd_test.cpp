@@ -10,6 +10,8 @@
 #include <vector>
 
 #if defined(SQRTDK_LEVEL)
+#elif defined(__AVX512BF16__)
+#define SQRTDK_LEVEL avx512_bf16
 #elif defined(__AVX512F__)
 #define SQRTDK_LEVEL avx512
 #elif defined(__AVX2__)
@@ -280,8 +282,84 @@ void check_bytes() {
     }
 }
 
+#ifdef SQRTDK_HAS_PAIRS
+using Pairs = sqrtdk::SQRTDK_LEVEL::PairSimd<float>;
+
+float widened(uint16_t bits) {
+    const uint32_t wide = uint32_t(bits) << 16;
+    float x;
+    std::memcpy(&x, &wide, sizeof x);
+    return x;
+}
+
+// Rounded to nearest even, as the hardware's conversion and the kernel's results are.
+uint16_t narrowed(float x) {
+    const uint32_t bits = bits_of(x);
+    if (x != x) return uint16_t(bits >> 16 | 0x40);
+    return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+void expect(bool holds, const char* what) {
+    if (holds) return;
+    ++failures;
+    std::fprintf(stderr, "pairs: %s\n", what);
+}
+
+void check_pairs() {
+    std::mt19937_64 random(4);
+    std::normal_distribution<float> normal;
+    for (int repeat = 0; repeat < 20000; ++repeat) {
+        float x[17], y[17], c[16], stored[32];
+        uint16_t first[33], second[33], row[32];
+        const float size = std::ldexp(1.0f, int(random() % 60) - 30);
+        for (int i = 0; i < 16; ++i) {
+            x[i + 1] = size * normal(random);
+            y[i + 1] = normal(random);
+            c[i] = normal(random);
+        }
+        for (int i = 0; i < 33; ++i) {
+            first[i] = narrowed(normal(random));
+            second[i] = narrowed(normal(random));
+        }
+        // Rows and pairs, from and to memory that is not aligned.
+        Pairs::interleave(first + 1, second + 1, stored);
+        for (int i = 0; i < 32; ++i)
+            expect(bits_of(stored[i]) == (first[i + 1] | uint32_t(second[i + 1]) << 16), "interleave");
+        Simd<float>::store(c, Pairs::widen(first + 1));
+        for (int i = 0; i < 16; ++i) expect(bits_of(c[i]) == bits_of(widened(first[i + 1])), "widen");
+        const auto u = Simd<float>::load(x + 1), v = Simd<float>::load(y + 1);
+        Pairs::store_row(row, u, v);
+        for (int i = 0; i < 16; ++i)
+            expect(row[i] == narrowed(x[i + 1]) && row[16 + i] == narrowed(y[i + 1]), "store_row");
+        Pairs::store_pairs(stored, u, v);
+        for (int i = 0; i < 16; ++i) {
+            const float low = widened(uint16_t(bits_of(stored[i]))), high = widened(uint16_t(bits_of(stored[i]) >> 16));
+            expect(std::fabs(low - x[i + 1]) <= 0x1p-8f * std::fabs(x[i + 1]), "store_pairs, first");
+            expect(std::fabs(high - y[i + 1]) <= 0x1p-8f * std::fabs(y[i + 1]), "store_pairs, second");
+        }
+        float sums[16];
+        Simd<float>::store(sums, Pairs::dot(Pairs::all(first + 1), Pairs::load(stored), v));
+        for (int i = 0; i < 16; ++i) {
+            const double one = double(widened(first[1])) * widened(uint16_t(bits_of(stored[i])));
+            const double two = double(widened(first[2])) * widened(uint16_t(bits_of(stored[i]) >> 16));
+            const double reach = std::fabs(one) + std::fabs(two) + std::fabs(y[i + 1]);
+            expect(std::fabs(sums[i] - (y[i + 1] + one + two)) <= 0x1p-22 * reach, "dot");
+        }
+        // Any bits, so that numbers below the smallest normal one, infinities and NaN are among them.
+        for (int i = 0; i < 16; ++i) {
+            const uint32_t bits = repeat % 2 == 0 ? uint32_t(random()) : uint32_t(random()) & 0x807fffffu;
+            std::memcpy(x + 1 + i, &bits, 4);
+        }
+        Pairs::store_exactly(row, Simd<float>::load(x + 1));
+        for (int i = 0; i < 16; ++i) expect(row[i] == narrowed(x[i + 1]), "store_exactly");
+    }
+}
+#endif
+
 bool runs_here() {
-#if defined(__AVX512F__)
+#if defined(__AVX512BF16__)
+    return __builtin_cpu_supports("avx512bf16");
+#elif defined(__AVX512F__)
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
            __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
 #elif defined(__AVX2__)
@@ -302,6 +380,9 @@ int main() {
     Checks<float>().run();
     Checks<double>().run();
     check_bytes();
+#ifdef SQRTDK_HAS_PAIRS
+    check_pairs();
+#endif
     if (failures == 0)
         std::printf("simd %s: everything holds\n", level);
     else

@@ -1,7 +1,7 @@
 """Which implementations of attention are here: list, inspect, force them; the only reader of environment variables.
 
-A backend is a CPU level of the compiled kernel (`avx512`, `avx2`, `portable`) or `reference`, the float64 NumPy
-operation that is always there. The best one that runs here is used unless `SQRTDK_BACKEND` or `use` names another. The
+A backend is a CPU level of the compiled kernel (`avx512_bf16`, `avx512`, `avx2`, `portable`) or `reference`, the
+float64 NumPy operation that is always there. The best one that runs here is used unless `SQRTDK_BACKEND` or `use` names another. The
 choice and the number of threads hold for the whole process; the environment is read at first use, not at import.
 """
 
@@ -27,6 +27,7 @@ REFERENCE = "reference"
 MAX_THREADS = 256
 
 _ABOUT = {
+    "avx512_bf16": "as avx512, and bfloat16 by dot products of pairs",
     "avx512": "C++ with AVX-512 intrinsics: 16 float32 or 8 float64 in a vector",
     "avx2": "C++ with AVX2 and FMA intrinsics: 8 float32 or 4 float64 in a vector",
     "portable": "C++ with the compiler's own vectors of 16 bytes; the level of ARM and of old x86",
@@ -75,7 +76,7 @@ def list() -> builtins.list[Backend]:
     """Every backend, best first.
 
     >>> [backend.name for backend in list()]
-    ['avx512', 'avx2', 'portable', 'reference']
+    ['avx512_bf16', 'avx512', 'avx2', 'portable', 'reference']
     >>> list()[-1].runs_here
     True
     """

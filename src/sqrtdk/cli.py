@@ -269,7 +269,7 @@ def bench(
     ] = None,
     rounds: Annotated[int | None, typer.Option(help="Rounds per case that should count; default: 15, quick 7.")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of everyone; default: as `sqrtdk info` says.")] = None,
-    backend: Annotated[str | None, typer.Option(help="avx512, avx2, portable or reference; default: the best.")] = None,
+    backend: Annotated[str | None, typer.Option(help="A backend of sqrtdk info; default: the best.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Sequences up to 2048 only, fewer rounds.")] = False,
     seed: Seed = 0,
     output: Annotated[Path | None, typer.Option(help="Also write JSON with every timing into this file.")] = None,

@@ -45,7 +45,8 @@ def choose_rounding(case: Case) -> Rounding:
     by_torch = case.front in ("tensors", "tensor gradients", "jvp") and isinstance(case.scale, str | Learnable)
     in_float64 = case.dtype == "float64" or (not by_kernel and not by_torch)
     holds_weights = not by_kernel or case.front not in ("arrays", "tensors")
-    return Rounding(case.dtype, "float64" if in_float64 else "float32", holds_weights, by_kernel)
+    in_pairs = by_kernel and case.level == "avx512_bf16" and case.dtype == "bfloat16"
+    return Rounding(case.dtype, "float64" if in_float64 else "float32", holds_weights, by_kernel, in_pairs)
 
 
 def compare_with_definition(case: Case, results: dict[str, np.ndarray]) -> list[Mismatch]:

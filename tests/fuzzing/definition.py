@@ -27,13 +27,20 @@ class Rounding:
     of rounding errors gives, with a few roundings for what is done before and after it. exp is good to 8 and tanh to 12
     units, and what exp gives below the smallest normal number may be 0. Where weights are held in the working
     precision (`holds_weights`), so may be those below the smallest normal number, which a large sink makes of all.
-    The kernel (`by_kernel`) gives equal keys equal logits, to the bit; a product of matrices need not.
+    The kernel (`by_kernel`) gives equal keys equal logits, to the bit; a product of matrices need not. Products of
+    pairs (`in_pairs`) take weights and slopes that are rounded to bfloat16, and numbers below the smallest normal one
+    as 0.
     """
 
     dtype: str
     working: str
     holds_weights: bool
     by_kernel: bool
+    in_pairs: bool = False
+
+    @property
+    def of_pairs(self) -> Real:
+        return Real(1.01 * 2.0**-8 if self.in_pairs else 0.0)
 
     @property
     def unit(self) -> float:
@@ -41,7 +48,8 @@ class Rounding:
 
     @property
     def smallest(self) -> Real:
-        return Real(float(ml_dtypes.finfo(DTYPES[self.working]).smallest_subnormal))
+        limits = ml_dtypes.finfo(DTYPES[self.working])
+        return Real(float(limits.smallest_normal if self.in_pairs else limits.smallest_subnormal))
 
     @property
     def smallest_normal(self) -> Real:
@@ -343,7 +351,8 @@ def attend(problem: Problem, soft: Softmax) -> dict[str, Bounded]:
         v = np.where(finite, problem.v, 0)
         output = soft.weights @ v
         error = soft.weights_error.clip(max=Real("1e4000")) @ np.abs(v)
-        error = error + rounding.of_sum(v.shape[-2]) * size_of_products(soft.weights, v.swapaxes(-1, -2))
+        relative = rounding.of_sum(v.shape[-2]) + rounding.of_pairs
+        error = error + relative * size_of_products(soft.weights, v.swapaxes(-1, -2))
         # Products of weights and values below the smallest number.
         error = error + rounding.of_storing(output) + rounding.smallest * v.shape[-2]
         error = np.where(soft.undefined[..., None], np.inf, error)

@@ -47,7 +47,8 @@ def _differentiate(case: Case, problem: Problem, soft: Softmax) -> dict[str, Bou
     delta = (p * grad_p).sum(axis=-1)
     terms = (p * np.abs(grad_p)).sum(axis=-1)
     delta_error = (p_error * np.abs(grad_p) + (p + p_error) * grad_p_error).sum(axis=-1)
-    delta_error = delta_error + rounding.of_sum(keys) * terms
+    pairs = rounding.of_pairs
+    delta_error = delta_error + (rounding.of_sum(keys) + pairs) * terms
     apart = grad_p - delta[..., None]
     to_logits = p * apart
     logits_error = p_error * np.abs(apart) + (p + p_error) * (grad_p_error + delta_error[..., None])
@@ -69,25 +70,25 @@ def _differentiate(case: Case, problem: Problem, soft: Softmax) -> dict[str, Bou
     scores_error = np.minimum(scores_error, _MOST)
     size = np.abs(to_scores)
     q_error = np.abs(scale) * (
-        size_of_products(scores_error, kt) + (rounding.of_sum(keys) + scale_error) * size_of_products(size, kt)
+        size_of_products(scores_error, kt) + (rounding.of_sum(keys) + pairs + scale_error) * size_of_products(size, kt)
     )
     # Products below the smallest number, the scaled query among them.
     smallest, queries = rounding.smallest, q.shape[-2]
     q_error = q_error + smallest * (1 + keys * np.abs(scale))
     to_k = (to_scores * scale).swapaxes(-1, -2) @ q
     st, et = (size * np.abs(scale)).swapaxes(-1, -2), (scores_error * np.abs(scale)).swapaxes(-1, -2)
-    relative = rounding.of_sum(queries * problem.shared) + problem.scale_error.max(initial=0)
+    relative = rounding.of_sum(queries * problem.shared) + pairs + problem.scale_error.max(initial=0)
     k_error = size_of_products(et, qt) + relative * size_of_products(st, qt)
     k_error = k_error + smallest * (queries + size.sum(axis=-2)[..., None])
     to_v = p.swapaxes(-1, -2) @ grad
     v_error = size_of_products(p_error.swapaxes(-1, -2), gt)
     v_error = v_error + smallest * queries
-    v_error = v_error + rounding.of_sum(queries * problem.shared) * size_of_products(p.swapaxes(-1, -2), gt)
+    v_error = v_error + (rounding.of_sum(queries * problem.shared) + pairs) * size_of_products(p.swapaxes(-1, -2), gt)
     products, reach = np.where(visible, soft.products, 0), np.where(visible, soft.products_size, 0)
     products = np.where(np.isfinite(products), products, 0)
     to_scale = (to_scores * products).sum(axis=-1)
     to_scale_error = (scores_error * np.abs(products)).sum(axis=-1)
-    to_scale_error = to_scale_error + rounding.of_sum(max(q.shape[-1], keys)) * (size * reach).sum(axis=-1)
+    to_scale_error = to_scale_error + (rounding.of_sum(max(q.shape[-1], keys)) + pairs) * (size * reach).sum(axis=-1)
     # ⟨q, Σ dscore·k⟩ has products below the smallest number in its sum, which a large q brings back to sight.
     to_scale_error = to_scale_error + smallest * keys * np.abs(q).sum(axis=-1)
     q_error = np.where(unknown[..., None], np.inf, q_error)

@@ -64,12 +64,15 @@ class Kernel:
         output = np.empty((*rows, value.shape[-1]), problem.query.dtype)
         weights = np.empty((*rows, call.key.shape[-2]), problem.query.dtype) if wanted.weights else None
         saved = np.empty((2, *rows)) if wanted.saved else None
+        # ⟨grad, output⟩ of a rounded output would cost the gradients of peaked rows their digits.
+        is_rounded = wanted.saved and dtype.itemsize < 4
+        exact = np.empty(output.shape, np.float32) if is_rounded else None
         assert plan.forward is not None
-        if not plan.forward(plan.level, plan.threads, *problem, output, measures, counts, 0, weights, saved):
+        if not plan.forward(plan.level, plan.threads, *problem, output, measures, counts, 0, weights, saved, exact):
             return self.forward(_copy_misaligned(call), wanted, plan)
         if output.dtype is not dtype:
             output, weights = _as_given(output, dtype), None if weights is None else _as_given(weights, dtype)
-        return Forward(output, measures, counts, weights, saved)
+        return Forward(output, measures, counts, weights, saved, exact)
 
     def backward(self, call: Call, slopes: Slopes, done: Forward, plan: Plan) -> Backward:
         """The gradients, from the forward pass's maxima and sums; without them it is run first."""
@@ -79,11 +82,10 @@ class Kernel:
         if not (query.size and key.size and value.size):
             to_query, to_key, to_value = (np.zeros(x.shape, x.dtype) for x in (query, key, value))
             return Backward(to_query, to_key, to_value, to_scale, to_sinks)
-        working = np.dtype(np.float64 if call.has_far_softcap else np.float32)
-        if query.dtype.itemsize < working.itemsize:
-            # ⟨grad, output⟩ of a rounded output would cost the gradients of peaked rows their digits.
-            wide = call._replace(query=query.astype(working), key=key.astype(working), value=value.astype(working))
-            return self.backward(wide, slopes._replace(output=slopes.output.astype(working)), Forward(None), plan)
+        if call.has_far_softcap and query.dtype.itemsize < 8:
+            double = np.float64
+            wide = call._replace(query=query.astype(double), key=key.astype(double), value=value.astype(double))
+            return self.backward(wide, slopes._replace(output=slopes.output.astype(double)), Forward(None), plan)
         if done.saved is None:
             done = self.forward(call, Wanted(saved=True), plan)
         problem = _as_problem(call)
@@ -94,7 +96,7 @@ class Kernel:
             plan.threads,
             *problem,
             done.saved,
-            _as_kernel_reads(done.output),
+            _as_kernel_reads(done.output if done.exact is None else done.exact),
             _as_kernel_reads(slopes.output),
             to_query,
             to_key,

@@ -63,17 +63,15 @@ class TensorKernel:
             padded = value.new_zeros((*value.shape[:-1], 1))
             whole = self.forward(call._replace(value=padded), wanted, plan)
             return whole._replace(output=whole.output[..., :0])
-        if wanted.saved and query.itemsize < 4:
-            # ⟨grad, output⟩ of a rounded output would cost the gradients of peaked rows their digits.
-            whole = self.forward(_widen(call, torch.float32), wanted, plan)
-            weights = None if whole.weights is None else whole.weights.to(query.dtype)
-            return whole._replace(output=whole.output.to(query.dtype), weights=weights, exact=whole.output)
         # The copies that a call may need live as long as their addresses are in use.
         call = _as_in_memory(call)
         is_alike = d_v == query.shape[-1] and query.is_contiguous()
         output = _empty_like(query) if is_alike else query.new_empty((*rows, d_v))
         weights = query.new_empty((*rows, keys)) if wanted.weights else None
         saved = query.new_empty((2, *rows), dtype=torch.float64) if wanted.saved else None
+        # ⟨grad, output⟩ of a rounded output would cost the gradients of peaked rows their digits.
+        is_rounded = wanted.saved and query.itemsize < 4
+        exact = query.new_empty((*rows, d_v), dtype=torch.float32) if is_rounded else None
         assert plan.forward is not None
         done = plan.forward(
             plan.level,
@@ -85,10 +83,11 @@ class TensorKernel:
             find_team(),
             None if weights is None else _view(weights),
             None if saved is None else _view(saved),
+            None if exact is None else _view(exact),
         )
         if not done:
             return self.forward(_copy_misaligned(call), wanted, plan)
-        return Forward(output, measures, counts, weights, saved)
+        return Forward(output, measures, counts, weights, saved, exact)
 
     def backward(self, call: Call, slopes: Slopes, done: Forward, plan: Plan) -> Backward:
         """The gradients, from the forward pass's maxima and sums; without them it is run first."""
@@ -99,17 +98,18 @@ class TensorKernel:
             return Backward(
                 query.new_zeros(query.shape), key.new_zeros(key.shape), value.new_zeros(value.shape), to_scale, to_sinks
             )
-        is_saved = done.saved is not None and bool(done.saved.reshape(2, -1)[:, 0].any())
-        working = torch.float64 if call.has_far_softcap else torch.float32
-        if query.itemsize < working.itemsize:
-            has_exact = is_saved and done.exact is not None and done.exact.dtype == working
-            exact = Forward(done.exact, saved=done.saved) if has_exact else Forward(None)
-            wide = self.backward(_widen(call, working), slopes._replace(output=slopes.output.to(working)), exact, plan)
+        if call.has_far_softcap and query.itemsize < 8:
+            wide = self.backward(
+                _widen(call, torch.float64), slopes._replace(output=slopes.output.double()), Forward(None), plan
+            )
             to_query, to_key, to_value = (x.to(query.dtype) for x in (wide.query, wide.key, wide.value))
             return wide._replace(query=to_query, key=to_key, value=to_value)
+        exact = done.exact if query.itemsize < 4 else done.output
+        is_saved = exact is not None and done.saved is not None and bool(done.saved.reshape(2, -1)[:, 0].any())
         if not is_saved:
             done = self.forward(call, Wanted(saved=True), plan)
-        call, output, slope = _as_in_memory(call), done.output.contiguous(), slopes.output.resolve_neg()
+            exact = done.output if done.exact is None else done.exact
+        call, output, slope = _as_in_memory(call), exact.contiguous(), slopes.output.resolve_neg()
         to_query, to_key, to_value = (x.new_empty(x.shape) for x in (query, key, value))
         assert plan.backward is not None
         if not plan.backward(
