@@ -107,3 +107,12 @@ def count(number: int, noun: str) -> str:
     if noun.endswith("y"):
         return f"{number} {noun[:-1]}ies"
     return f"{number} {noun}{'es' if noun.endswith('s') else 's'}"
+
+
+def name_layer(path: str) -> str:
+    """The path of a layer as tables show it; a model that is itself the layer has an empty one.
+
+    >>> name_layer("encoder.layer.0"), name_layer("")
+    ('encoder.layer.0', '(the model)')
+    """
+    return path or "(the model)"

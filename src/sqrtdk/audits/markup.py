@@ -8,6 +8,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from sqrtdk.audits.reading import name_scale
+from sqrtdk.display import name_layer
 from sqrtdk.findings import Finding
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def _render_heat(audit: Audit) -> str:
     most = max(len(heads) for heads in layers.values())
     head = "".join(f'<th class="head">{number}</th>' for number in range(most))
     rows = "".join(
-        f'<tr><th>{heads[0].layer_index}</th><th class="path">{escape(path or "(the model)")}</th>'
+        f'<tr><th>{heads[0].layer_index}</th><th class="path">{escape(name_layer(path))}</th>'
         + "".join(map(_render_cell, heads))
         + "</tr>"
         for path, heads in layers.items()
@@ -134,7 +135,7 @@ def _render_scales(scales: Sequence[AuditedScale]) -> str:
         ]
         numbers = [one.measured, one.declared, one.at_the_call, one.before_the_call]
         measured, declared, at, before = ("–" if number is None else f"{number:.4g}" for number in numbers)
-        cells = (one.layer or "(the model)", str(one.d_k), measured, name_scale(one), declared, at, before)
+        cells = (name_layer(one.layer), str(one.d_k), measured, name_scale(one), declared, at, before)
         rows.append(
             f"<tr><th>{one.layer_index}</th>"
             + "".join(
@@ -179,7 +180,7 @@ def render_comparison(comparison: Comparison) -> str:
             for number in (change.entropy_ratio_change, change.saturation_index_change, change.max_logit_change)
         ]
         rows.append(
-            f'<tr><td class="words path">{escape(change.layer or "(the model)")}</td><td>{change.head}</td>'
+            f'<tr><td class="words path">{escape(name_layer(change.layer))}</td><td>{change.head}</td>'
             f'<td class="words">{escape(pattern)}</td>' + "".join(f"<td>{number}</td>" for number in numbers) + "</tr>"
         )
     head = "".join(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from sqrtdk.display import Table, count
+from sqrtdk.display import Table, count, name_layer
 
 if TYPE_CHECKING:
     from sqrtdk.torch.watch.seen import Seen
@@ -24,7 +24,7 @@ def make_table(seen: Seen) -> Table:
         ratios, indices = (summary[name].mean for name in ("entropy_ratio", "saturation_index"))
         for head, largest in enumerate(summary.write_largest("max_logit")):
             ratio, index = float(ratios[head]), float(indices[head])
-            cells = path or "(the model)", str(head), f"{ratio:.3f}", f"{index:.3g}", largest
+            cells = name_layer(path), str(head), f"{ratio:.3f}", f"{index:.3g}", largest
             sorted_heads.append((math.inf if math.isnan(ratio) else ratio, cells))
     sorted_heads.sort(key=lambda pair: pair[0])
     title = f"{count(len(layers), 'layer')}, {count(heads, 'head')}, {count(seen.calls, 'call')} of the model"
