@@ -8,7 +8,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from sqrtdk.audits.reading import name_scale
-from sqrtdk.display import name_layer
+from sqrtdk.display import HEAT, name_layer, shade_sharpness
 from sqrtdk.findings import Finding
 
 if TYPE_CHECKING:
@@ -20,8 +20,7 @@ __all__ = ["render_audit", "render_comparison", "render_heads"]
 _MOST_CHANGES = 24
 # A longer table is folded away.
 _MOST_OPEN = 12
-# Half-transparent colours stand on light and on dark pages; words repeat what they say.
-_HEAT = "31,131,201"
+# Half transparent, on light pages and on dark ones; words repeat what they say.
 _SEVERITY_COLOURS = {"error": "208,52,44", "warning": "176,122,0", "info": "123,131,144"}
 _STYLE = """<style>
 .sqrtdk-audit{font-variant-numeric:tabular-nums}
@@ -107,14 +106,13 @@ def _render_wide(caption: str, rows: str, kind: str = "") -> str:
 
 def _render_cell(head: AuditedHead) -> str:
     ratio = head.entropy_ratio
-    alpha = 0.0 if ratio is None else 0.75 * (1.0 - min(max(ratio, 0.0), 1.0))
     numbers = [
         f"{name.replace('_', ' ')} {_write(getattr(head, name))}"
         for name in ("saturation_index", "max_weight", "effective_keys", "max_logit", "score_max", "rows")
     ]
     shown = "–" if ratio is None else f"{ratio:.2f}"
     return (
-        f'<td style="background:rgba({_HEAT},{alpha:.2f})" title="{escape(", ".join(numbers))}">'
+        f'<td style="background:rgba({HEAT},{shade_sharpness(ratio):.2f})" title="{escape(", ".join(numbers))}">'
         f"{shown}<small>{escape(head.pattern)}</small></td>"
     )
 
