@@ -20,7 +20,7 @@ from sqrtdk.report.plotly_renderer import draw
 from sqrtdk.statistics import AttentionStatistics
 from sqrtdk.summary import HeadSummary
 
-# Pixels above the panels for title and legend, between two rows of them, and below for the caption. Plotly wraps neither
+# Pixels above the panels for title and legend, between rows of them, and below for the caption. Plotly wraps neither
 # title nor caption: their lines have so many letters at most.
 _TOP, _GAP, _FOOT = 100, 90, 100
 _TITLE_LETTERS, _CAPTION_LETTERS = 90, 130
@@ -51,13 +51,14 @@ def figure(data: Any) -> Any:
     >>> shown.layout.title.text
     '124 rows: the mean entropy ratio is 0.84, the least 0.26'
     """
-    return draw_together(_describe(data))
+    return draw_together(plan_figure(data))
 
 
-def _describe(data: Any) -> Figure:
+def plan_figure(data: Any) -> Figure:
+    """What `figure` draws, before anything draws it."""
     match data:
         case Attention():
-            return _describe_result(data)
+            return _plan_result(data)
         case AttentionStatistics():
             return show_rows(data)
         case HeadSummary():
@@ -76,7 +77,7 @@ def _describe(data: Any) -> Figure:
     )
 
 
-def _describe_result(result: Attention) -> Figure:
+def _plan_result(result: Attention) -> Figure:
     if result.weights is not None:
         return show_weights(_on_the_host(result.weights))
     if result.statistics is not None:
