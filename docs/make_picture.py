@@ -45,7 +45,7 @@ def plan():
     )
     (rows,) = {math.prod(choose_effort(d_k, KEYS)) for d_k in SIZES}
     return Figure(
-        f"With 1/√dₖ attention over {KEYS} keys keeps {sqrt[0]:.0%} of its entropy at dₖ = {SIZES[0]} and "
+        f"With 1/√dₖ attention over {KEYS} keys keeps {sqrt[0]:.0%} of its entropy at dₖ\u00a0=\u00a0{SIZES[0]} and "
         f"{sqrt[1]:.0%} at {SIZES[-1]}; without a scale {none[0]:.0%} become {none[1]:.0%}",
         (panel,),
         columns=1,
