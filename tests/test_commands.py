@@ -60,7 +60,7 @@ def test_options_of_examples_exist(line):
     COMMANDS[name].make_context(name, arguments)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "line",
     [p for p in EXAMPLES if not p.values[0].removeprefix("sqrtdk ").startswith(SLOW) and "--plot" in p.values[0]],

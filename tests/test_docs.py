@@ -7,7 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from sqrtdk import scales
 from sqrtdk.audit_terminal import print_audit
 from sqrtdk.audits import read_shipped
 from sqrtdk.claims import list_claims
-from sqrtdk.cli import app
+from sqrtdk.cli import GROUPS, app
 from sqrtdk.exercises import gradients
 from sqrtdk.families import UNUSUAL_COLUMNS, is_usual, list_unusual, load_zoo
 from sqrtdk.statistics import ROW_STATISTICS
@@ -82,11 +82,15 @@ SLOW_COMMANDS = (
 END_OF_BLOCK = "-- end of block --"
 
 
-def run_in_order(blocks, folder):
-    """Run blocks in one namespace of a process of their own: what an example registers stays there."""
+def run_in_order(pages, folder):
+    """Run the blocks of pages, each page in a namespace of its own, in one process: torch is loaded once."""
     script = folder / "blocks.py"
-    parts = [f"exec(compile({block.text!r}, {str(block)!r}, 'exec'))\nprint({END_OF_BLOCK!r})" for block in blocks]
-    script.write_text("\n".join(parts), encoding="utf-8")
+    lines = []
+    for blocks in pages:
+        lines.append("namespace = {'__name__': '__main__'}")
+        for block in blocks:
+            lines.append(f"exec(compile({block.text!r}, {str(block)!r}, 'exec'), namespace)\nprint({END_OF_BLOCK!r})")
+    script.write_text("\n".join(lines), encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-W", "error::UserWarning", str(script)],
         cwd=folder,
@@ -95,30 +99,38 @@ def run_in_order(blocks, folder):
         timeout=280,
     )
     assert done.returncode == 0, done.stderr
-    printed = done.stdout.split(f"{END_OF_BLOCK}\n")
-    for block, text in zip(blocks, printed, strict=False):
+    *printed, rest = done.stdout.split(f"{END_OF_BLOCK}\n")
+    assert not rest
+    for block, text in zip((block for blocks in pages for block in blocks), printed, strict=True):
         if block.prints is not None:
             assert text == block.prints, str(block)
 
 
-def pages_with(condition):
-    return [pytest.param(page, id=page.name) for page in PAGES if any(map(condition, PYTHON[page]))]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("page", pages_with(lambda block: not block.needs_models))
-def test_blocks_run_one_after_the_other(page, tmp_path):
-    run_in_order([block for block in PYTHON[page] if not block.needs_models], tmp_path)
+def test_blocks_run_one_after_the_other(tmp_path):
+    run_in_order([[block for block in PYTHON[page] if not block.needs_models] for page in PAGES], tmp_path)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("page", pages_with(lambda block: block.needs_models))
+@pytest.mark.parametrize("page", [page for page in PAGES if any(block.needs_models for block in PYTHON[page])])
 def test_blocks_with_models_run_too(page, tmp_path):
     transformers = pytest.importorskip("transformers")
     # A folder of the published model's name is taken before the network: a small one with random weights.
     config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=32, bos_token_id=0, eos_token_id=0)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "openai-community" / "gpt2")
-    run_in_order(PYTHON[page], tmp_path)
+    run_in_order([PYTHON[page]], tmp_path)
+
+
+def test_a_block_that_fails_or_prints_something_else_is_seen(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("```python\nprint(6 * 7)\n```\n\n```text\n42\n```\n", encoding="utf-8")
+    (block,) = blocks_of(page)
+    assert (block.text, block.prints) == ("print(6 * 7)\n", "42\n")
+    right = replace(block, page=README)
+    run_in_order([[right, right]], tmp_path)
+    for wrong in (replace(right, prints="43\n"), replace(right, text="1 / 0")):
+        with pytest.raises(AssertionError):
+            run_in_order([[right, wrong]], tmp_path)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -232,6 +244,14 @@ def test_the_pages_count_what_there_is():
     assert (int(using), int(families)) == (sum(map(is_usual, rows)), len(rows))
     assert find(README, r"The scale that (\d+) families use") == (families,)
     assert find(README, r"Here (\d+) statistics of every row") == (str(len(ROW_STATISTICS)),)
+
+
+def test_the_table_of_commands_is_that_of_the_help():
+    page = (ROOT / "docs" / "getting-started.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| [\w ]+ \| (`.*) \|$", page.partition("| you want to | command |")[2], re.MULTILINE)
+    told = [re.findall(r"`(\w+)`", row) for row in rows]
+    names = [[one.name or one.callback.__name__ for one in group.registered_commands] for group in GROUPS.values()]
+    assert told == names
 
 
 def test_every_policy_is_explained_with_its_formula_and_source():

@@ -16,7 +16,7 @@ commands = typer.Typer()
 
 
 @commands.command(
-    epilog=examples("sqrtdk explain --d-k 64 --n 1024", "sqrtdk explain --d-k 128 --n 8192 --plot explain.html")
+    epilog=examples("sqrtdk explain --d-k 64 --n 1024", "sqrtdk explain --d-k 128 --n 512 --plot explain.html")
 )
 def explain(
     d_k: Annotated[int, typer.Option(help="Length of queries and keys.")] = 64,
