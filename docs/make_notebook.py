@@ -87,9 +87,8 @@ def _lines(text):
 
 
 def read_outputs(outputs):
-    """The words and numbers that the outputs of a cell show."""
-    texts = [output.get("text") or output["data"]["text/plain"] for output in outputs]
-    return "\n".join("".join(text) for text in texts)
+    """What a cell printed; titles of figures may change without a number doing so."""
+    return "".join("".join(output["text"]) for output in outputs if output["output_type"] == "stream")
 
 
 def main():
