@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import sqrtdk
+from example_records import make_ablation, make_bench, make_claims, make_swap
 from sqrtdk import exercises
 from sqrtdk.audits import read_shipped
 from sqrtdk.errors import InvalidTypeError, InvalidValueError
@@ -94,6 +95,17 @@ def test_panels_of_a_record_are_subplots_with_their_axes():
     assert entries == list(plan.legend())
     assert all(" domain" in shape.yref or " domain" in shape.xref for shape in shown.layout.shapes)
     json.loads(shown.to_json())
+
+
+@pytest.mark.parametrize("make", [make_ablation, make_claims, make_swap, make_bench], ids=lambda make: make.__name__)
+def test_every_series_of_a_record_is_drawn_in_its_subplot(make):
+    record = make()
+    plan, shown = figure_for(record), figure(record)
+    assert len(shown.data) == sum(len(panel.series) for panel in plan.panels)
+    columns = min(plan.columns, len(plan.panels))
+    heights = {axis.domain for axis in shown.select_yaxes()}
+    assert len(heights) == -(-len(plan.panels) // columns)
+    assert "<script" not in shown.to_json()
 
 
 @pytest.mark.parametrize("rows", [257, 1000])
