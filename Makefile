@@ -23,7 +23,7 @@ endef
 export LIST_PACKAGES
 
 .DEFAULT_GOAL := help
-.PHONY: help setup kernel run compiler compiled test check lint test-long test-all sanitize mutants wheel bench clean
+.PHONY: help setup kernel run compiler compiled test check lint test-long test-all sanitize mutants wheel bench docs clean
 
 # What is tested, measured or shipped has the kernel: there a build that fails must fail. Elsewhere the package installs as
 # pure Python where it cannot be compiled, and says so.
@@ -40,6 +40,7 @@ help:
 	@echo "make mutants   plant faults in a copy, one after another: the tests must find each (minutes)"
 	@echo "make wheel     source distribution and wheel in dist/"
 	@echo "make bench     side-by-side timings against peers, raw JSON in build/"
+	@echo "make docs      write the API reference, the notebook's outputs and the README's picture again (minutes)"
 	@echo "make setup     only set up $(VENV) for development"
 	@echo "make clean     remove what the targets made"
 
@@ -149,6 +150,11 @@ wheel: compiler setup compiled
 bench: compiler setup compiled
 	@mkdir -p build
 	$(BIN)/sqrtdk bench --output build/benchmark.json
+
+docs: setup
+	$(BIN)/python docs/make_api.py
+	$(BIN)/python docs/make_picture.py
+	$(BIN)/python docs/make_notebook.py
 
 clean:
 	rm -rf $(VENV) build dist $(REPORT) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

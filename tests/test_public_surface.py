@@ -56,6 +56,10 @@ SUBMODULES = {
         *("FallbackWarning", "InvalidTypeError", "InvalidValueError", "MissingExtraError", "SqrtdkError"),
         "SqrtdkWarning",
     },
+    "report": {
+        *("figure", "figure_for", "figure_kinds", "render_report", "require_drawable", "require_page", "save_figure"),
+        "write_report",
+    },
     "scales": {
         *("LEARNABLE", "Learnable", "Policy", "ScaleContext", "get", "names", "policy_type", "register", "resolve"),
         *("Cosine", "Fixed", "Inverse", "Llama4", "LogN", "Mup", "QKNorm", "Sqrt", "Temperature", "Unscaled", "Yarn"),

@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from sqrtdk.audits import Audit, AuditedHead, Comparison
+from sqrtdk.display import name_layer
 from sqrtdk.findings import SEVERITIES, Finding
 from sqrtdk.spelling import spell
 from sqrtdk.terminal import print_table, stdout_console
@@ -122,7 +123,7 @@ def _print_findings(findings: Sequence[Finding], console: Console) -> None:
 def _print_comparison(comparison: Comparison, console: Console) -> None:
     rows = [
         {
-            "layer": _clean(change.layer or "(the model)"),
+            "layer": _clean(name_layer(change.layer)),
             "head": change.head,
             "pattern": f"{change.pattern_before} → {change.pattern}" if change.has_new_pattern else change.pattern,
             **{

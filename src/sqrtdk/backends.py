@@ -1,8 +1,9 @@
 """Which implementations of attention are here: list, inspect, force them; the only reader of environment variables.
 
 A backend is a CPU level of the compiled kernel (`avx512_bf16`, `avx512`, `avx2`, `portable`) or `reference`, the
-float64 NumPy operation that is always there. The best one that runs here is used unless `SQRTDK_BACKEND` or `use` names another. The
-choice and the number of threads hold for the whole process; the environment is read at first use, not at import.
+float64 NumPy operation that is always there. The best one that runs here is used unless `SQRTDK_BACKEND` or `use` names
+another. The choice and the number of threads hold for the whole process; the environment is read at first use, not at
+import.
 """
 
 from __future__ import annotations

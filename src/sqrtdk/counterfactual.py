@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from sqrtdk.display import Shown, Table, count
+from sqrtdk.display import Shown, Table, count, name_layer
 from sqrtdk.errors import InvalidTypeError, InvalidValueError
 from sqrtdk.theory import condensation, expected_softmax, saturation_index
 
@@ -94,7 +94,7 @@ class Counterfactual(Shown):
 
         rows = [
             (
-                one.layer or "(the model)",
+                name_layer(one.layer),
                 str(one.head),
                 _name_change(one),
                 write(one.entropy_ratio),

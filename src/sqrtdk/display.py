@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 # Lines of a table before its middle is left out.
@@ -10,9 +11,14 @@ MOST_ROWS = 16
 
 _LEFT_OUT = "…"
 
+# Red, green and blue of a cell's shade. Half transparent it stands on light pages and on dark ones.
+HEAT = "31,131,201"
+
 
 class Table(NamedTuple):
     """A title, the names of columns and rows of cells, all text; the first `left` columns stand left, the rest right.
+
+    `shades` says how strongly the cells of a column are coloured in HTML, from 0 to 1: {column: one number per row}.
 
     >>> print(Table("squares", ("n", "n²"), [(str(n), str(n * n)) for n in range(100)]).as_text(most=4))
     squares
@@ -28,12 +34,14 @@ class Table(NamedTuple):
     columns: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
     left: int = 0
+    shades: Mapping[int, Sequence[float]] = MappingProxyType({})
 
     def as_text(self, most: int = MOST_ROWS) -> str:
         """Aligned lines, the title first (alone if there are no rows); beyond `most` rows the middle is left out."""
         if not self.rows:
             return self.title
-        rows = ([self.columns] if any(self.columns) else []) + self._shorten(most)
+        shown = [self._cells(at) for at in self._shown_rows(most)]
+        rows = ([self.columns] if any(self.columns) else []) + shown
         widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
         lines = [
             "  ".join(
@@ -45,30 +53,43 @@ class Table(NamedTuple):
         return "\n".join([self.title, *lines])
 
     def as_html(self, most: int = MOST_ROWS) -> str:
-        """The same as a table that brings its own style and no colours: it takes those of the page, light or dark."""
+        """The same as a table that brings its own style; text takes the colours of the page, light or dark."""
         from html import escape  # here, so that `import sqrtdk` does not pay for it
 
-        def write_row(tag: str, cells: Sequence[str], style: str = "") -> str:
+        def write_row(tag: str, cells: Sequence[str], styles: Sequence[str]) -> str:
             aligned = (
                 f'<{tag} style="text-align:{"left" if at < self.left else "right"};padding:.1em .6em;{style}">'
                 f"{escape(cell)}</{tag}>"
-                for at, cell in enumerate(cells)
+                for at, (cell, style) in enumerate(zip(cells, styles, strict=True))
             )
             return f"<tr>{''.join(aligned)}</tr>"
 
         title = f"<div>{escape(self.title)}</div>"
         if not self.rows:
             return title
-        head = write_row("th", self.columns, "border-bottom:1px solid;") if any(self.columns) else ""
-        body = "".join(write_row("td", row) for row in self._shorten(most))
+        line = ["border-bottom:1px solid;"] * len(self.columns)
+        head = write_row("th", self.columns, line) if any(self.columns) else ""
+        body = "".join(write_row("td", self._cells(at), self._styles(at)) for at in self._shown_rows(most))
         style = "border-collapse:collapse;font-variant-numeric:tabular-nums"
         return f'<div>{title}<table style="{style}">{head}{body}</table></div>'
 
-    def _shorten(self, most: int) -> list[tuple[str, ...]]:
-        rows = list(self.rows)
-        if len(rows) <= most:
-            return rows
-        return [*rows[: most - most // 2], (_LEFT_OUT,) * len(self.columns), *rows[len(rows) - most // 2 :]]
+    def _shown_rows(self, most: int) -> list[int | None]:
+        """The rows that are shown, None in place of those in the middle."""
+        numbers = range(len(self.rows))
+        if len(numbers) <= most:
+            return [*numbers]
+        return [*numbers[: most - most // 2], None, *numbers[len(numbers) - most // 2 :]]
+
+    def _cells(self, row: int | None) -> tuple[str, ...]:
+        return (_LEFT_OUT,) * len(self.columns) if row is None else self.rows[row]
+
+    def _styles(self, row: int | None) -> list[str]:
+        if row is None:
+            return [""] * len(self.columns)
+        return [
+            f"background:rgba({HEAT},{self.shades[column][row]:.2f})" if column in self.shades else ""
+            for column in range(len(self.rows[row]))
+        ]
 
 
 class Shown:
@@ -107,3 +128,22 @@ def count(number: int, noun: str) -> str:
     if noun.endswith("y"):
         return f"{number} {noun[:-1]}ies"
     return f"{number} {noun}{'es' if noun.endswith('s') else 's'}"
+
+
+def name_layer(path: str) -> str:
+    """The path of a layer as tables show it; a model that is itself the layer has an empty one.
+
+    >>> name_layer("encoder.layer.0"), name_layer("")
+    ('encoder.layer.0', '(the model)')
+    """
+    return path or "(the model)"
+
+
+def shade_sharpness(entropy_ratio: float | None) -> float:
+    """How strongly a head is coloured: the sharper, the stronger; not at all where there is no ratio.
+
+    >>> [round(shade_sharpness(ratio), 2) for ratio in (0.0, 0.5, 1.0, float("nan"), None)]
+    [0.75, 0.38, 0.0, 0.0, 0.0]
+    """
+    # Compared the way NaN fails, too.
+    return 0.75 * (1.0 - max(entropy_ratio, 0.0)) if entropy_ratio is not None and entropy_ratio < 1.0 else 0.0

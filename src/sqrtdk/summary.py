@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sqrtdk.display import Shown, Table, count
+from sqrtdk.display import Shown, Table, count, shade_sharpness
 from sqrtdk.errors import InvalidTypeError, InvalidValueError, unknown_name
 from sqrtdk.statistics import AttentionStatistics, same_bits
 
@@ -370,7 +370,8 @@ class HeadSummary(Shown):
             for head, largest in enumerate(self.write_largest("max_logit"))
         ]
         title = f"HeadSummary: {count(self.heads, 'head')}, {seen} of {in_all} rows each"
-        return Table(title, ("head", *_SHOWN, "largest logit"), rows)
+        shades = [shade_sharpness(ratio) for ratio in self["entropy_ratio"].mean]
+        return Table(title, ("head", *_SHOWN, "largest logit"), rows, shades={1: shades})
 
 
 def _by_head(values: Array) -> Array:

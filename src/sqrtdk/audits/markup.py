@@ -8,6 +8,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from sqrtdk.audits.reading import name_scale
+from sqrtdk.display import HEAT, name_layer, shade_sharpness
 from sqrtdk.findings import Finding
 
 if TYPE_CHECKING:
@@ -19,8 +20,7 @@ __all__ = ["render_audit", "render_comparison", "render_heads"]
 _MOST_CHANGES = 24
 # A longer table is folded away.
 _MOST_OPEN = 12
-# Half-transparent colours stand on light and on dark pages; words repeat what they say.
-_HEAT = "31,131,201"
+# Half transparent, on light pages and on dark ones; words repeat what they say.
 _SEVERITY_COLOURS = {"error": "208,52,44", "warning": "176,122,0", "info": "123,131,144"}
 _STYLE = """<style>
 .sqrtdk-audit{font-variant-numeric:tabular-nums}
@@ -89,7 +89,7 @@ def _render_heat(audit: Audit) -> str:
     most = max(len(heads) for heads in layers.values())
     head = "".join(f'<th class="head">{number}</th>' for number in range(most))
     rows = "".join(
-        f'<tr><th>{heads[0].layer_index}</th><th class="path">{escape(path or "(the model)")}</th>'
+        f'<tr><th>{heads[0].layer_index}</th><th class="path">{escape(name_layer(path))}</th>'
         + "".join(map(_render_cell, heads))
         + "</tr>"
         for path, heads in layers.items()
@@ -106,14 +106,13 @@ def _render_wide(caption: str, rows: str, kind: str = "") -> str:
 
 def _render_cell(head: AuditedHead) -> str:
     ratio = head.entropy_ratio
-    alpha = 0.0 if ratio is None else 0.75 * (1.0 - min(max(ratio, 0.0), 1.0))
     numbers = [
         f"{name.replace('_', ' ')} {_write(getattr(head, name))}"
         for name in ("saturation_index", "max_weight", "effective_keys", "max_logit", "score_max", "rows")
     ]
     shown = "–" if ratio is None else f"{ratio:.2f}"
     return (
-        f'<td style="background:rgba({_HEAT},{alpha:.2f})" title="{escape(", ".join(numbers))}">'
+        f'<td style="background:rgba({HEAT},{shade_sharpness(ratio):.2f})" title="{escape(", ".join(numbers))}">'
         f"{shown}<small>{escape(head.pattern)}</small></td>"
     )
 
@@ -134,7 +133,7 @@ def _render_scales(scales: Sequence[AuditedScale]) -> str:
         ]
         numbers = [one.measured, one.declared, one.at_the_call, one.before_the_call]
         measured, declared, at, before = ("–" if number is None else f"{number:.4g}" for number in numbers)
-        cells = (one.layer or "(the model)", str(one.d_k), measured, name_scale(one), declared, at, before)
+        cells = (name_layer(one.layer), str(one.d_k), measured, name_scale(one), declared, at, before)
         rows.append(
             f"<tr><th>{one.layer_index}</th>"
             + "".join(
@@ -179,7 +178,7 @@ def render_comparison(comparison: Comparison) -> str:
             for number in (change.entropy_ratio_change, change.saturation_index_change, change.max_logit_change)
         ]
         rows.append(
-            f'<tr><td class="words path">{escape(change.layer or "(the model)")}</td><td>{change.head}</td>'
+            f'<tr><td class="words path">{escape(name_layer(change.layer))}</td><td>{change.head}</td>'
             f'<td class="words">{escape(pattern)}</td>' + "".join(f"<td>{number}</td>" for number in numbers) + "</tr>"
         )
     head = "".join(

@@ -48,7 +48,7 @@ class Lab:
 
     def __init__(
         self,
-        store: Path | None = None,
+        store: str | Path | None = None,
         executor: Executor | None = None,
         progress: ProgressCallback | None = None,
     ) -> None:

@@ -103,12 +103,12 @@ class Store:
     (0.5, None)
     """
 
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        if path is not None:
-            _require_usable(path)
-        with _in_words(path):
-            self._connection = _connect(path)
+    def __init__(self, path: str | Path | None) -> None:
+        self._path = None if path is None else Path(path)
+        if self._path is not None:
+            _require_usable(self._path)
+        with _in_words(self._path):
+            self._connection = _connect(self._path)
 
     def get(self, spec: RunSpec) -> RunRecord | None:
         """The finished run of this spec; None if there is none or it failed, as a failure deserves another try."""

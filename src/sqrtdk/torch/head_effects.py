@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sqrtdk.display import Shown, Table, count
+from sqrtdk.display import Shown, Table, count, name_layer
 from sqrtdk.errors import InvalidTypeError, InvalidValueError
 from sqrtdk.torch.watch import watch
 from sqrtdk.torch.watch.fuse import FusedWatch
@@ -77,7 +77,7 @@ class HeadEffects(Shown):
         has_loss = self.baseline_loss is not None
         rows = [
             (
-                effect.layer or "(the model)",
+                name_layer(effect.layer),
                 str(effect.head),
                 *([f"{effect.loss_change:+.3g}"] if effect.loss_change is not None else []),
                 f"{effect.output_change:.3g}",

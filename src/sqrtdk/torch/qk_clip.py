@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sqrtdk.diagnosis import count_non_finite
-from sqrtdk.display import Shown, Table, count
+from sqrtdk.display import Shown, Table, count, name_layer
 from sqrtdk.errors import InvalidTypeError, InvalidValueError
 from sqrtdk.torch.distributed import agree, largest_of_ranks
 from sqrtdk.torch.internals import storage_address
@@ -75,7 +75,7 @@ class Clipping(Shown):
     def _table(self) -> Table:
         lines = [
             (
-                head.layer or "(the model)",
+                name_layer(head.layer),
                 str(head.head),
                 f"{head.before:.4g}",
                 f"{head.gamma:.4g}",

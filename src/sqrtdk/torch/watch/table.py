@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from sqrtdk.display import Table, count
+from sqrtdk.display import Table, count, name_layer, shade_sharpness
 
 if TYPE_CHECKING:
     from sqrtdk.torch.watch.seen import Seen
@@ -24,13 +24,19 @@ def make_table(seen: Seen) -> Table:
         ratios, indices = (summary[name].mean for name in ("entropy_ratio", "saturation_index"))
         for head, largest in enumerate(summary.write_largest("max_logit")):
             ratio, index = float(ratios[head]), float(indices[head])
-            cells = path or "(the model)", str(head), f"{ratio:.3f}", f"{index:.3g}", largest
+            cells = name_layer(path), str(head), f"{ratio:.3f}", f"{index:.3g}", largest
             sorted_heads.append((math.inf if math.isnan(ratio) else ratio, cells))
     sorted_heads.sort(key=lambda pair: pair[0])
     title = f"{count(len(layers), 'layer')}, {count(heads, 'head')}, {count(seen.calls, 'call')} of the model"
     left_out = f"; the {MOST_LINES} with the lowest entropy ratio" if heads > MOST_LINES else ""
-    rows = [cells for _, cells in sorted_heads[:MOST_LINES]]
-    return Table(f"{title}; padding: {seen.padding}{left_out}", _COLUMNS, rows, left=1)
+    shown = sorted_heads[:MOST_LINES]
+    return Table(
+        f"{title}; padding: {seen.padding}{left_out}",
+        _COLUMNS,
+        [cells for _, cells in shown],
+        left=1,
+        shades={2: [shade_sharpness(ratio) for ratio, _ in shown]},
+    )
 
 
 def write_remarks(seen: Seen) -> list[str]:

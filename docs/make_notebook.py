@@ -1,0 +1,108 @@
+"""Runs docs/exercises.ipynb without Jupyter and stores what its cells show, so that it reads where nothing can run."""
+
+import ast
+import base64
+import contextlib
+import io
+import json
+import sys
+from pathlib import Path
+
+import sqrtdk.report
+from sqrtdk.report.matplotlib_renderer import draw
+from sqrtdk.report.notebook import draw_together, plan_figure
+
+NOTEBOOK = Path(__file__).parent / "exercises.ipynb"
+
+
+def read_notebook():
+    """The notebook as it stands."""
+    return json.loads(NOTEBOOK.read_text(encoding="utf-8"))
+
+
+def code_of(notebook):
+    """Its cells of code, in order."""
+    return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+def trains(cell):
+    """Whether a cell trains models, which takes about a minute."""
+    return "trains" in cell["metadata"].get("tags", [])
+
+
+def run_cells(cells, pictures=True):
+    """Run cells in one namespace; the outputs of each, as a notebook stores them."""
+    namespace, plans = {"__name__": "__main__"}, {}
+
+    def figure(data):
+        # Plotly draws in a browser alone: what is stored is the same plan, drawn by matplotlib.
+        plan = plan_figure(data)
+        drawn = draw_together(plan)
+        plans[id(drawn)] = (plan, drawn)
+        return drawn
+
+    real, sqrtdk.report.figure = sqrtdk.report.figure, figure
+    try:
+        return [_run_cell("".join(cell["source"]), namespace, plans, pictures) for cell in cells]
+    finally:
+        sqrtdk.report.figure = real
+
+
+def _run_cell(source, namespace, plans, pictures):
+    tree = ast.parse(source)
+    last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+    printed, value = io.StringIO(), None
+    with contextlib.redirect_stdout(printed):
+        exec(compile(tree, "<cell>", "exec"), namespace)
+        if last is not None:
+            value = eval(compile(ast.Expression(last.value), "<cell>", "eval"), namespace)
+    outputs = []
+    if printed.getvalue():
+        outputs.append({"output_type": "stream", "name": "stdout", "text": _lines(printed.getvalue())})
+    if value is not None:
+        data = _show(value, plans, pictures)
+        outputs.append({"output_type": "execute_result", "execution_count": None, "metadata": {}, "data": data})
+    return outputs
+
+
+def _show(value, plans, pictures):
+    if id(value) in plans:
+        plan, _ = plans[id(value)]
+        picture = {"image/png": base64.b64encode(_draw(plan)).decode()} if pictures else {}
+        return picture | {"text/plain": _lines(plan.title)}
+    shown = {"text/plain": _lines(repr(value))}
+    if hasattr(value, "_repr_html_"):
+        shown["text/html"] = _lines(value._repr_html_())
+    return shown
+
+
+def _draw(plan):
+    drawn = io.BytesIO()
+    draw(plan).savefig(drawn, format="png", dpi=80, metadata={"Software": None})
+    return drawn.getvalue()
+
+
+def _lines(text):
+    return text.splitlines(keepends=True)
+
+
+def read_outputs(outputs):
+    """What a cell printed; titles of figures may change without a number doing so."""
+    return "".join("".join(output["text"]) for output in outputs if output["output_type"] == "stream")
+
+
+def main():
+    """Run all cells and store what they show."""
+    notebook = read_notebook()
+    cells = code_of(notebook)
+    for number, (cell, outputs) in enumerate(zip(cells, run_cells(cells), strict=True), 1):
+        for output in outputs:
+            if output["output_type"] == "execute_result":
+                output["execution_count"] = number
+        cell["outputs"], cell["execution_count"] = outputs, number
+    NOTEBOOK.write_text(json.dumps(notebook, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    print(f"outputs of {len(cells)} cells written to {NOTEBOOK}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
