@@ -108,7 +108,8 @@ bool attend_carefully(const Forward& call, int64_t n, int64_t g, int64_t row, bo
         state.score_top[0] = score_top.value;
         sum_tail(logits, count, top, state);
         const bool differ = call.softcap > 0 || call.mask.kind > MaskKind::boolean;
-        write_statistics<double, 1>(call.statistics, at, state, 0, differ, sink);
+        write_statistics<double, 1>(call.statistics, at, state, 1, differ);
+        write_sink_weight(call.statistics, at, sink);
         describe_numbers(logits, count, top.value, call.statistics.logit_mean + at,
                          call.statistics.logit_variance + at);
         double unused;

@@ -126,6 +126,8 @@ struct FewPass {
         const int64_t n = head / call.groups, g = head % call.groups, d_v = call.d_v;
         bool ok = true;
         const bool scores = call.softcap > 0 || call.mask.kind > MaskKind::boolean;
+        if (statistics)
+            write_statistics<T, few>(call.statistics, (n * call.groups + g) * rows, loop.state, rows, scores);
         for (int row = 0; row < rows; ++row) {
             const int64_t at = (n * call.groups + g) * rows + row;
             const double* sink = call.sinks == nullptr ? nullptr : call.sinks + g * call.shared + row / call.queries;
@@ -141,7 +143,7 @@ struct FewPass {
                 to[d] = narrow(T(output[row * d_v + d] * inverse), In());
                 if (exact != nullptr) exact[d] = output[row * d_v + d] * inverse;
             }
-            if (statistics) write_statistics<T, few>(call.statistics, at, state, row, scores, sink);
+            if (statistics) write_sink_weight(call.statistics, at, sink);
             save_row(call.saved, at, state.top[row], state.sum[row]);
             if (call.weights != nullptr)
                 ok = write_few_weights<Loop, In>(call, n, g, row, state.top[row], inverse) && ok;

@@ -5,10 +5,12 @@
 #pragma once
 
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 
 #include "kernel.h"
 #include "level.h"
+#include "logarithm.h"
 
 namespace sqrtdk {
 namespace SQRTDK_LEVEL {
@@ -174,34 +176,54 @@ bool invert_sum(const RowState<T, W>& row, int i, bool sees, const double* sink,
     return !(sees && 1.0 / total < smallest && top - *sink > out_of_reach);
 }
 
-// Writes the statistics of one row at its place; `scores` says whether score_* differ from the logits'.
+// Writes the statistics of the first `rows` rows, beginning at one place; `scores` says whether score_* differ from the
+// logits'. The sink's weight is 0 until write_sink_weight() is called.
 template <class T, int W>
-void write_statistics(const Statistics& to, int64_t at, const RowState<T, W>& row, int i, bool scores,
-                      const double* sink) {
-    const double count = row.logits.count[i], total = 1.0 + row.tail[i];
-    const double share = 1.0 / total, per_key = 1.0 / count;
-    const bool some = count > 0;
-    // The plain logarithm is three times as fast and as good where the tail is not small.
-    const double log_total = row.tail[i] > 0.5 ? std::log(total) : std::log1p(row.tail[i]);
-    const double lse = some && std::isfinite(double(row.top[i])) ? double(row.top[i]) + log_total : double(row.top[i]);
-    double entropy = some ? log_total + row.moment[i] * share : 0.0;
-    to.visible_keys[at] = int64_t(count);
-    to.max_key[at] = some ? row.max_key[i] : -1;
-    to.max_logit[at] = row.top[i];
-    to.logsumexp[at] = lse;
-    // Rounding must not push past what n keys allow: H <= ln n, sum p <= 1 - 1/n. Only nearly uniform rows come close.
-    if (total > 0.99 * count && entropy > std::log(count)) entropy = std::log(count);
-    to.entropy[at] = entropy < 0 ? 0.0 : entropy;
-    const double most = some ? 1.0 - per_key : 0.0;
-    const double tail = some ? row.tail[i] * share : 0.0;
-    to.tail_weight[at] = tail > most ? most : tail;
-    to.tail_p2[at] = some ? row.tail2[i] * share * share : 0.0;
-    to.tail_p3[at] = some ? row.tail3[i] * share * share * share : 0.0;
-    to.logit_mean[at] = some ? row.logits.mean(i) : NAN;
-    to.logit_variance[at] = some ? row.logits.m2[i] * per_key : NAN;
-    to.score_max[at] = scores && some ? row.score_top[i] : to.max_logit[at];
-    to.score_variance[at] = scores && some ? row.scores.m2[i] * per_key : to.logit_variance[at];
-    to.sink_weight[at] = sink == nullptr ? 0.0 : 1.0 / (1.0 + std::exp(lse - *sink));
+__attribute__((noinline)) void write_statistics(const Statistics& to, int64_t at, const RowState<T, W>& state, int rows,
+                                                bool scores) {
+    // Computed here and copied: the compiler cannot know that the arrays outside do not overlap.
+    alignas(64) double field[11][W], log_total[W], log_count[W];
+    alignas(64) int64_t keys[W], max_key[W];
+    for (int i = 0; i < W; ++i) {
+        log_total[i] = log1p_inline(state.tail[i]);
+        log_count[i] = log1p_inline(state.logits.count[i] - 1.0);
+    }
+    for (int i = 0; i < W; ++i) {
+        keys[i] = int64_t(state.logits.count[i]);
+        max_key[i] = state.logits.count[i] > 0 ? state.max_key[i] : -1;
+    }
+    for (int i = 0; i < W; ++i) {
+        const double count = state.logits.count[i], total = 1.0 + state.tail[i], top = double(state.top[i]);
+        const double share = 1.0 / total, per_key = 1.0 / count;
+        const bool some = count > 0;
+        field[0][i] = top;
+        field[1][i] = some && top - top == 0.0 ? top + log_total[i] : top;
+        // Rounding must not push past what n keys allow: H <= ln n, sum p <= 1 - 1/n. Only nearly uniform rows come
+        // close.
+        double entropy = some ? log_total[i] + state.moment[i] * share : 0.0;
+        entropy = total > 0.99 * count && entropy > log_count[i] ? log_count[i] : entropy;
+        field[2][i] = entropy < 0 ? 0.0 : entropy;
+        const double most = some ? 1.0 - per_key : 0.0, tail = some ? state.tail[i] * share : 0.0;
+        field[3][i] = tail > most ? most : tail;
+        field[4][i] = some ? state.tail2[i] * share * share : 0.0;
+        field[5][i] = some ? state.tail3[i] * share * share * share : 0.0;
+        field[6][i] = some ? state.logits.mean(i) : NAN;
+        field[7][i] = some ? state.logits.m2[i] * per_key : NAN;
+        field[8][i] = scores && some ? state.score_top[i] : top;
+        field[9][i] = scores && some ? state.scores.m2[i] * per_key : field[7][i];
+        field[10][i] = 0.0;
+    }
+    double* const outside[11] = {to.max_logit, to.logsumexp,      to.entropy,    to.tail_weight,
+                                 to.tail_p2,   to.tail_p3,        to.logit_mean, to.logit_variance,
+                                 to.score_max, to.score_variance, to.sink_weight};
+    for (int f = 0; f < 11; ++f) __builtin_memcpy(outside[f] + at, field[f], size_t(rows) * sizeof(double));
+    __builtin_memcpy(to.visible_keys + at, keys, size_t(rows) * sizeof(int64_t));
+    __builtin_memcpy(to.max_key + at, max_key, size_t(rows) * sizeof(int64_t));
+}
+
+// After write_statistics(): the share of the sink beside the row's visible keys.
+inline void write_sink_weight(const Statistics& to, int64_t at, const double* sink) {
+    if (sink != nullptr) to.sink_weight[at] = 1.0 / (1.0 + std::exp(to.logsumexp[at] - *sink));
 }
 
 }  // namespace

@@ -103,6 +103,9 @@ struct Tile {
             const double given = s.data[n * s.n + g * s.g + r * s.r + l * s.l];
             scale[i] = i < rows ? T(given) : T(0);
             if (i < rows && !can_fold<T>(given)) odd |= 1ull << i;
+            // All rows are asked for before the first is waited for.
+            if (call.q.d == 1)
+                for (int64_t d = 0; d < call.d_k; d += int64_t(64 / sizeof(In))) __builtin_prefetch(rows_at[i] + d);
         }
         if constexpr (in_pairs<T, In>) {
             turn_pairs(rows_at, call.q.d, call.d_k, rows, to);
@@ -357,6 +360,7 @@ struct Tile {
         Odd odd = {};
         const bool scores = call.softcap > 0 || call.mask.kind > MaskKind::boolean;
         const int64_t out_row = ((n * call.groups + g) * call.shared) * call.queries + first_row;
+        if (statistics) write_statistics<T, W>(call.statistics, out_row, state, rows, scores);
         for (int i = 0; i < W; ++i) {
             const double* sink = nullptr;
             if (call.sinks != nullptr && i < rows) sink = call.sinks + g * call.shared + (first_row + i) / call.queries;
@@ -365,7 +369,7 @@ struct Tile {
             const bool finite = std::isfinite(state.sum[i]) && std::isfinite(double(state.top[i])) && state.sum[i] > 0;
             if (i < rows && sees && !(finite && divides)) odd.output |= 1ull << i;
             if (statistics && i < rows && sees && !is_described(state, i)) odd.description |= 1ull << i;
-            if (statistics && i < rows) write_statistics<T, W>(call.statistics, out_row + i, state, i, scores, sink);
+            if (statistics && i < rows) write_sink_weight(call.statistics, out_row + i, sink);
             if (i < rows) save_row(call.saved, out_row + i, state.top[i], state.sum[i]);
         }
         In* to = static_cast<In*>(call.output) + out_row * call.d_v;
