@@ -19,6 +19,7 @@ ALL = (
     exercises.temperature,
     exercises.gradients,
     exercises.explain,
+    exercises.condensation,
 )
 
 

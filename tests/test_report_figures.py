@@ -14,7 +14,10 @@ from sqrtdk.report import figure_for, figure_kinds, learning_figures
 from sqrtdk.report.figure import Axis, Band, Figure, Heatmap, Line, Panel, Points, floats
 from sqrtdk.report.palette import VERDICT_COLOURS, policy_colour
 
-KINDS = ("ablation", "bench", "claims", "explain", "gradients", "saturation", "swap", "temperature", "variance", "zoo")
+KINDS = (
+    *("ablation", "bench", "claims", "condensation", "explain", "gradients", "saturation", "swap", "temperature"),
+    *("variance", "zoo"),
+)
 
 
 def series_of(figure, kind):

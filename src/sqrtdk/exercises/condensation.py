@@ -60,7 +60,8 @@ def condensation(
         kind="condensation",
         spec={"d_ks": sorted(map(int, d_ks)), "ns": list(map(int, ns)), "budget": budget, "seed": seed},
         tables={"condensation": rows, "crossover": crossover},
-        reading=_read(rows, crossover, seed),
+        reading=(sentences := _read(rows, crossover, seed)),
+        headline=sentences[len(ns) - 1],
     )
 
 
@@ -75,16 +76,18 @@ def _read(rows: Sequence[Mapping[str, Any]], crossover: Sequence[Mapping[str, An
     sentences = []
     for at in crossover:
         largest = max(row["d_k"] for row in rows if row["n"] == at["n"])
-        keys = {
-            row["scale"]: row["effective_keys"] for row in rows if (row["n"], row["d_k"]) == (at["n"], largest)
-        }
+        keys = {row["scale"]: row["effective_keys"] for row in rows if (row["n"], row["d_k"]) == (at["n"], largest)}
         half = "at no size measured" if at["half_from"] is None else f"from dₖ = {at['half_from']} on"
         sentences.append(
             f"n = {at['n']}: unscaled rows begin to condense at dₖ = 2 ln n = {at['begins']:.1f}; Σp² is at least ½ "
             f"{half} (8 ln n = {at['nearly_one_hot']:.1f}). At dₖ = {largest} a query attends to "
-            f"{keys['none']:.3g} keys without scaling, {keys['sqrt']:.3g} with 1/√dₖ and {keys['inverse']:.3g} with "
-            "1/dₖ (effective keys)."
+            f"{_name_keys(keys['none'])} keys without scaling, {_name_keys(keys['sqrt'])} with 1/√dₖ and "
+            f"{_name_keys(keys['inverse'])} with 1/dₖ (effective keys)."
         )
     counts = [row["rows"] for row in rows]
     sentences.append(f"{min(counts)} to {max(counts)} rows per size, seed {seed}; intervals are 95% over draws.")
     return sentences
+
+
+def _name_keys(keys: float) -> str:
+    return f"{keys:.2g}" if keys < 10 else f"{keys:.0f}"

@@ -15,7 +15,7 @@ from sqrtdk.records import spec_hash
 
 INITS = ("unit", "torch", "xavier", "absorbed")
 
-# Part of every run's hash: raise it when a change of the code changes what a run leaves, so that old ones are not reused.
+# Part of every run's hash: raise it when the code changes what a run leaves, so that old runs are not reused.
 REVISION = 4
 
 

@@ -137,7 +137,7 @@ class _Run:
         with torch.no_grad():
             _, seen, _ = self.ask(self.held_out, statistics=True)
         learned = describe_temperature(seen, self.spec.d_k) if self.spec.scale in LEARNABLE else {}
-        return {**learned, "heads": describe_heads(seen)}
+        return {**learned, "measured_heads": describe_heads(seen)}
 
     def steps_to_threshold(self) -> int | None:
         """Updates, counted from the swap if there is one, before the first point whose loss is below the threshold."""

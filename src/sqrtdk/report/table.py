@@ -132,12 +132,25 @@ def render_table(rows: Sequence[Row], *, classes: str = "") -> str:
 
 
 def render_text(text: str) -> str:
-    """Escape a text for HTML; what stands between backticks is set as code.
+    """Escape a text for HTML; what stands between backticks is set as code, 1/√dₖ is not broken into lines.
 
-    >>> render_text("`a<b`")
-    '<code>a&lt;b</code>'
+    Powers of ten are spelled out, and the indices of weights are set low.
+
+    >>> render_text("`a<b`"), render_text("1e-05 of W_q")
+    ('<code>a&lt;b</code>', '1·10⁻⁵ of W<sub>q</sub>')
     """
-    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
+    parts = re.split(r"`([^`]+)`", escape(text))
+    return "".join(f"<code>{part}</code>" if index % 2 else _set_words(part) for index, part in enumerate(parts))
+
+
+def _set_words(text: str) -> str:
+    text = re.sub(r"(?<![\w.])(\d+(?:\.\d+)?)e([+-]\d+)\b", _spell_power, text)
+    text = re.sub(r"\bW_([a-z])\b", r"W<sub>\1</sub>", text)
+    return re.sub(r"\S*1/√dₖ", r'<span class="whole">\g<0></span>', text)
+
+
+def _spell_power(found: re.Match[str]) -> str:
+    return f"{found[1]}·10{str(int(found[2])).translate(_SUPERSCRIPTS)}"
 
 
 def is_number(value: Any) -> bool:

@@ -1,11 +1,12 @@
 // The sliders of the report: the same numbers as try_it.py and counter.py, computed in the page.
 "use strict";
 (() => {
-  const root = document.getElementById("try");
+  const root = document.getElementById("try-it");
   if (!root) return;
   const MOST_D = 512, MOST_N = 1024, UNIT = 2 ** -32;
   const EXPONENTS = { none: 0, sqrt: -0.5, inverse: -1 };
-  const LABELS = { none: "no scaling", sqrt: "1/√dₖ", inverse: "1/dₖ" };
+  // The joiner keeps lines from breaking behind the slash.
+  const LABELS = { none: "no scaling", sqrt: "1/\u2060√dₖ", inverse: "1/\u2060dₖ" };
 
   function mix(x) {
     x ^= x >>> 16;
@@ -140,7 +141,7 @@
       state[name] = steps[name][Number(slider.value)];
       const text = write(state[name]);
       slider.setAttribute("aria-valuetext", text);
-      slider.closest("label").querySelector("output").textContent = text;
+      slider.closest(".slider").querySelector("output").textContent = text;
     }
     return state;
   }
@@ -161,7 +162,7 @@
 
   // A chart in the page's own colours: lines through points, ticks at both axes.
   function chart(svg, lines, x, y) {
-    const width = 340, height = 200, left = 44, right = 8, top = 8, bottom = 34;
+    const width = 340, height = 200, left = 44, right = 16, top = 8, bottom = 34;
     svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     svg.replaceChildren();
     const at = (axis, value) => (axis.map(value) - axis.map(axis.low)) / (axis.map(axis.high) - axis.map(axis.low));

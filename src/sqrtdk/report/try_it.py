@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from html import escape
 
 import numpy as np
+import numpy.typing as npt
 
 from sqrtdk.attention import attention, attention_gradients
 from sqrtdk.errors import InvalidValueError, unknown_name
@@ -19,6 +20,8 @@ from sqrtdk.report.palette import policy_colour, policy_label
 from sqrtdk.report.table import format_cell
 
 __all__ = ["QUANTITIES", "RANGES", "TryIt", "measure_try_it", "render_try_it"]
+
+Array = npt.NDArray[np.float64]
 
 _EXPONENTS = {"none": 0.0, "sqrt": -0.5, "inverse": -1.0}
 _QUERY_ROW, _VALUE_ROW, _FIRST_KEY_ROW = 0, 1, 2
@@ -91,7 +94,7 @@ class TryIt:
         >>> TryIt(d_k=64).scale, TryIt(d_k=64, policy="inverse", tau=2.0).scale
         (0.125, 0.0078125)
         """
-        return self.d_k ** _EXPONENTS[self.policy] / self.tau
+        return math.pow(self.d_k, _EXPONENTS[self.policy]) / self.tau
 
 
 def measure_try_it(state: TryIt) -> dict[str, dict[str, float]]:
@@ -111,12 +114,14 @@ def measure_try_it(state: TryIt) -> dict[str, dict[str, float]]:
     }
 
 
-def _measure(q: np.ndarray, k: np.ndarray, values: np.ndarray, scale: float) -> dict[str, float]:  # type: ignore[type-arg]
+def _measure(q: Array, k: Array, values: Array, scale: float) -> dict[str, float]:
     _, statistics, weights = attention(q, k, values, scale=scale, weights=True)
     assert statistics is not None
     assert weights is not None
     gradients = attention_gradients(q, k, values, np.ones((1, 1)), scale=scale)
-    of_rows = {name: float(np.asarray(getattr(statistics, name))[0]) for name in QUANTITIES if hasattr(statistics, name)}
+    of_rows = {
+        name: float(np.asarray(getattr(statistics, name))[0]) for name in QUANTITIES if hasattr(statistics, name)
+    }
     return of_rows | {
         "expected_variance": q.shape[-1] * scale**2,
         "own_weight": float(weights[0, 0]),
@@ -149,15 +154,15 @@ def render_try_it(state: TryIt | None = None) -> str:
     )
     colours = "".join(f"--try-{name}:{policy_colour(name)};" for name in _EXPONENTS)
     return (
-        f'<div class="try" id="try" style="{colours}" data-seed="{state.seed}">'
+        f'<div class="try" id="try-it" style="{colours}" data-seed="{state.seed}">'
         f'<div class="controls"><fieldset><legend>scale</legend>{policies}</fieldset>{sliders}'
         '<div class="buttons"><button type="button" data-do="draw">another draw</button>'
         '<button type="button" data-do="reset">reset</button></div></div>'
         '<p class="try-says" aria-live="polite"></p>'
         '<div class="try-charts"><figure><figcaption>Logits: how many keys have which</figcaption>'
-        '<svg class="try-logits" role="img" aria-label="Histogram of the logits, no scaling and the scale chosen"></svg>'
+        '<svg class="try-logits" role="img" aria-label="Histogram of the logits under both scales"></svg>'
         "</figure><figure><figcaption>Weight of the 1st, 2nd, 3rd … key</figcaption>"
-        '<svg class="try-weights" role="img" aria-label="Sorted softmax weights, no scaling and the scale chosen"></svg>'
+        '<svg class="try-weights" role="img" aria-label="Sorted softmax weights under both scales"></svg>'
         "</figure></div>"
         '<table class="try-numbers"><thead><tr><th scope="col">this draw</th><th scope="col" class="number">no scaling'
         f'</th><th scope="col" class="number try-chosen">{policy_label(state.policy)}</th></tr></thead>'
@@ -171,9 +176,9 @@ def _render_slider(name: str, words: str, value: float) -> str:
     listed = ",".join(f"{one:.17g}" for one in values)
     shown = format_cell(float(value))
     return (
-        f'<label class="slider"><span>{escape(words)}</span><output>{shown}</output>'
-        f'<input type="range" min="0" max="{len(values) - 1}" step="1" value="{place}" data-name="{name}" '
-        f'data-values="{listed}" aria-valuetext="{shown}"></label>'
+        f'<div class="slider"><label for="try-{name}">{escape(words)}</label><output for="try-{name}">{shown}</output>'
+        f'<input type="range" id="try-{name}" min="0" max="{len(values) - 1}" step="1" value="{place}" data-name="{name}" '
+        f'data-values="{listed}" aria-valuetext="{shown}"></div>'
     )
 
 
