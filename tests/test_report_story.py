@@ -151,12 +151,20 @@ def test_learning_rates_are_counted_by_what_they_reach():
     assert training_figures.show_rates(make_ablation()) is None
 
 
+def test_a_best_rate_at_the_edge_is_said_so():
+    record = make_ablation()
+    assert "edge" not in training_figures.show_learning(record).caption
+    best = [{**row, "at_edge": row["scale"] == "none"} for row in record.tables["best"]]
+    caption = training_figures.show_learning(replace(record, tables={**record.tables, "best": best})).caption
+    assert caption.endswith("The best rate of no scaling is at the edge of those tried.")
+
+
 def test_trained_heads_are_those_of_the_best_runs():
     record = make_ablation(seeds=2)
     figure = training_figures.show_trained_heads(record)
     dots = [series for series in figure.panels[0].series if isinstance(series, Points) and len(series.x) == 4]
     assert [series.x for series in dots] == [(0.3, 0.4, 0.3, 0.4)] * 3
-    assert "no scaling from 0.11 to 0.35 (0.30 to 0.40)" in figure.title
+    assert "with no scaling from 0.11 to 0.35, with 1/√dₖ from" in figure.title
     without = [
         {name: value for name, value in run.items() if name != "measured_heads"} for run in record.tables["runs"]
     ]

@@ -65,7 +65,7 @@ def compute_records(
     }
     records = []
     for index, topic in enumerate(sorted(topics, key=list(makers).index)):
-        on_step(topic, index / len(topics))
+        on_step(f"making the record of {topic}", index / len(topics))
         record = makers[topic]()
         # The zoo comes with sqrtdk: a store need not hold it.
         records.append(record if topic == "zoo" else evidence.lab.keep(record))

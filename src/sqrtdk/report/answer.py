@@ -85,7 +85,7 @@ def _tell_training(record: Record) -> str:
         return f"training without the scale does not fail here ({beside})"
     control = ("none", "absorbed")
     rates = len({row["lr"] for row in record.tables["runs"]})
-    tried = f" at the best of {rates} learning rates" if rates > 1 else ""
+    tried = f" even at the best of {rates} learning rates" if rates > 1 else ""
     if control in losses and not fails_to_learn(record, *control):
         return f"training fails{tried} ({beside}) unless weights that start smaller make up for it ({named[control]})"
     return f"training fails{tried} ({beside})"

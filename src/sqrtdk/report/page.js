@@ -12,7 +12,9 @@ function drawIn(part) {
     delete chart.layout.width;
     // Numbers in the cells of a map only where they have room.
     for (const trace of chart.data) {
-      if (trace.texttemplate && plot.clientWidth / trace.z[0].length < 32) delete trace.texttemplate;
+      if (!trace.texttemplate) continue;
+      const longest = Math.max(...trace.text.flat().map((text) => text.length));
+      if ((plot.clientWidth - 60) / trace.z[0].length < 7 * longest) delete trace.texttemplate;
     }
     Plotly.newPlot(plot, chart.data, chart.layout, { responsive: true, displayModeBar: false });
   }

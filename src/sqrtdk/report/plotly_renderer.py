@@ -63,7 +63,7 @@ def render_fragment(figure: Figure, name: str) -> str:
         # Plotly 7.1 was seen to do so itself, but does not promise it.
         data = chart.to_json().replace("<", "\\u003c")
         target = escape(f"{name}-{index}")
-        heading = f"<h4>{escape(panel.title)}</h4>" if panel.title else ""
+        heading = f"<h4>{render_text(panel.title)}</h4>" if panel.title else ""
         panels.append(
             f'<div class="panel">{heading}'
             f'<div class="plot" id="{target}" style="height:{figure.panel_height}px"></div>'

@@ -113,7 +113,7 @@ def _state_keys(cells: Mapping[tuple[int, int, str], Row], d_k: int, n: int) -> 
             f"At {size} scaling changes little: a query attends to {name_keys(none)} keys without it, to "
             f"{name_keys(sqrt)} with 1/√dₖ"
         )
-    return f"At {size} a query attends to {name_keys(none)} keys without scaling, divided by √dₖ to {name_keys(sqrt)}"
+    return f"At {size} a query attends to {name_keys(none)} keys without scaling and to {name_keys(sqrt)} with 1/√dₖ"
 
 
 def name_rows(record: Record) -> str:

@@ -71,11 +71,13 @@ def show_learning(record: Record) -> Figure:
     rates = len({row["lr"] for row in record.tables["runs"]})
     each = f", each at the best of {rates} learning rates" if rates > 1 else ""
     steps = record.spec.get("steps")
+    edges = [group.label(["init"]) for group, rows in best.items() if rows[0].get("at_edge")]
+    beyond = f" The best rate of {' and '.join(edges)} is at the edge of those tried." if edges else ""
     return one_panel(
         _state_learning(record),
         Panel("", Axis("training step"), Axis("training loss, nats", log=panel.y.log), panel.series),
         f"Associative recall by a small transformer, dₖ = {d_k}{f', {steps} steps' if steps else ''}{each}; "
-        f"{name_seeds(record)} per setting: thin lines are seeds, bold ones their medians.",
+        f"{name_seeds(record)} per setting: thin lines are seeds, bold ones their medians.{beyond}",
     )
 
 
@@ -257,10 +259,9 @@ def _state_heads(shown: Mapping[Group, Sequence[float]], begins: Mapping[Group, 
         group = next((group for group in shown if (group.scale, group.init) == (scale, "unit")), None)
         if group is not None:
             parts.append(
-                f"{policy_label(scale)} from {begins[group]:.2f} to {statistics.median(shown[group]):.2f} "
-                f"({min(shown[group]):.2f} to {max(shown[group]):.2f})"
+                f"with {policy_label(scale)} from {begins[group]:.2f} to {statistics.median(shown[group]):.2f}"
             )
-    return f"Entropy ratio of the heads from the start to the end of training: {'; '.join(parts)}"
+    return f"In training the entropy ratio H/ln n of heads goes {', '.join(parts)}"
 
 
 def tabulate_settings(record: Record, table: str) -> list[Row]:

@@ -177,8 +177,8 @@ def _render_slider(name: str, words: str, value: float) -> str:
     shown = format_cell(float(value))
     return (
         f'<div class="slider"><label for="try-{name}">{escape(words)}</label><output for="try-{name}">{shown}</output>'
-        f'<input type="range" id="try-{name}" min="0" max="{len(values) - 1}" step="1" value="{place}" data-name="{name}" '
-        f'data-values="{listed}" aria-valuetext="{shown}"></div>'
+        f'<input type="range" id="try-{name}" min="0" max="{len(values) - 1}" step="1" value="{place}" '
+        f'data-name="{name}" data-values="{listed}" aria-valuetext="{shown}"></div>'
     )
 
 
