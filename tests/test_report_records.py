@@ -10,11 +10,11 @@ import pytest
 from example_records import every_kind
 from sqrtdk import cli, report_records
 from sqrtdk.claims import Evidence
-from sqrtdk.errors import InvalidValueError
+from sqrtdk.errors import InvalidValueError, MissingExtraError
 from sqrtdk.lab import Lab, Store
 from sqrtdk.report.kinds import topic_of
 from sqrtdk.report.story import SECTIONS
-from sqrtdk.report_records import ModelAudit, compute_records, list_topics
+from sqrtdk.report_records import TRAINED, ModelAudit, compute_records, list_topics
 
 
 def run(capsys, *arguments):
@@ -41,6 +41,20 @@ def test_topics_of_all_sections_are_named_once():
     assert list_topics(["try"]) == []
     with pytest.raises(InvalidValueError, match=r"unknown section 'gradient'.* did you mean 'gradients'"):
         list_topics(["gradient"])
+
+
+def test_without_torch_what_has_to_be_trained_is_left_out(monkeypatch):
+    monkeypatch.setattr(report_records, "can_train", lambda: False)
+    assert not set(TRAINED) & set(list_topics(None))
+    assert list_topics(["models"]) == ["zoo"]
+    with pytest.raises(MissingExtraError, match=r'torch is not installed.*"sqrtdk\[torch\]"'):
+        list_topics(["training"])
+    asked = {}
+    monkeypatch.setattr(report_records, "check_claims", lambda *_, training, **__: asked.update(training=training))
+    with Lab() as lab, monkeypatch.context() as patch:
+        patch.setattr(lab, "keep", lambda record: record)
+        compute_records(["claims"], Evidence(lab=lab))
+    assert asked == {"training": False}
 
 
 def test_only_what_is_asked_for_is_computed(monkeypatch):

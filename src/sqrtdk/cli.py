@@ -351,7 +351,7 @@ def report(
     """Why √dₖ, as a story on one self-contained page: the answer, sliders, every finding, real models, the claims."""
     from sqrtdk import terminal
     from sqrtdk.report import require_page, write_report
-    from sqrtdk.report_records import ModelAudit, compute_records, list_topics
+    from sqrtdk.report_records import TRAINED, ModelAudit, can_train, compute_records, list_topics
 
     topics = list_topics(only)
     with naming("--output"):
@@ -368,12 +368,13 @@ def report(
     else:
         with ModelAudit(wanted=only is None or "models" in only) as model:
             with _evidence(seed, runs, steps, store, workers) as (evidence, bar):
-                trains = {"claims", "ablation", "learned", "swap"} & set(topics)
-                if trains and not len(evidence.lab.store):
+                if {"claims", *TRAINED} & set(topics) and not len(evidence.lab.store):
                     evidence.lab.prepare()
                 records = compute_records(topics, evidence, bar.show)
             audit = model.result()
         command = f"sqrtdk report --seed {seed} --seeds {runs} --steps {steps}"
+        if not can_train() and only is None:
+            print(f"sqrtdk: what has to be trained is left out: {missing_extra('torch', 'torch')}", file=sys.stderr)
     written = write_report(records, output, command=command, only=only, full=full, audit=audit)
     if json:
         terminal.write_json([record.as_json() for record in records])

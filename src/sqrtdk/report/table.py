@@ -9,7 +9,7 @@ from html import escape
 from typing import Any
 
 from sqrtdk.records import Row
-from sqrtdk.report.palette import VERDICT_MARKS, policy_colour, policy_label
+from sqrtdk.report.palette import policy_colour, policy_label
 
 _TITLES = {
     "d_k": "dₖ",
@@ -169,8 +169,6 @@ def _class(numeric: bool) -> str:
 
 
 def _row_attributes(row: Row) -> str:
-    if "verdict" in row:
-        return f' data-verdict="{escape(str(row["verdict"]))}" id="claim-{escape(str(row.get("id", "")))}"'
     return ' class="main"' if row.get("main") is True else ""
 
 
@@ -184,18 +182,11 @@ def _render_policy(policy: str) -> str:
     return f'<span class="policy">{dot}{escape(policy_label(policy))}</span>'
 
 
-def _render_verdict(verdict: str) -> str:
-    mark = VERDICT_MARKS.get(verdict, "?")
-    return f'<span class="verdict {escape(verdict)}">{mark} {escape(verdict)}</span>'
-
-
 def _render_quantity(name: str) -> str:
     return escape(title_column(name))
 
 
 _DRAWINGS: dict[str, Callable[[str], str]] = {
     "scale": _render_policy,
-    "verdict": _render_verdict,
     "quantity": _render_quantity,
-    "id": lambda name: f"<code>{escape(name)}</code>",
 }
