@@ -66,7 +66,8 @@ def render_fragment(figure: Figure, name: str) -> str:
         heading = f"<h4>{render_text(panel.title)}</h4>" if panel.title else ""
         panels.append(
             f'<div class="panel">{heading}'
-            f'<div class="plot" id="{target}" style="height:{figure.panel_height}px"></div>'
+            f'<div class="plot" id="{target}" style="height:{figure.panel_height}px" role="img" '
+            f'aria-label="{escape(panel.title or figure.title)}"></div>'
             f'<script type="application/json" class="plot-data" data-for="{target}">{data}</script></div>'
         )
     legend = "".join(_legend_entry(group, series) for group, series in figure.legend().items())
