@@ -38,6 +38,9 @@ def make_ablation(*, lrs=(1e-3,), inits=("unit",), d_ks=(64,), seeds=3, diverged
                     "seed": seed,
                     "status": "diverged" if lost else "done",
                     "final_loss": None if lost else final,
+                    "measured_heads": [
+                        {"layer": layer, "head": 0, "entropy_ratio": 0.3 + 0.1 * layer} for layer in (0, 1)
+                    ],
                 }
             )
             curves.append(
@@ -83,7 +86,8 @@ def make_claims(why: str = "Because.") -> Record:
         }
         for name, verdict in zip(ids, verdicts, strict=True)
     ]
-    return Record(kind="claims", spec={"seed": 0}, tables={"claims": rows}, reading=["2 of 6 hold."])
+    texts = [{"source": "S0", "title": "“A text”"}]
+    return Record(kind="claims", spec={"seed": 0}, tables={"claims": rows, "texts": texts}, reading=["2 of 6 hold."])
 
 
 def make_swap() -> Record:
@@ -138,6 +142,7 @@ def every_kind() -> dict[str, Record]:
     """One record of each kind, computed once per test session."""
     return {
         "claims": make_claims(),
+        "condensation": exercises.condensation(d_ks=(1, 64), ns=(4, 16), budget=1024, seed=0),
         "variance": exercises.variance(d_ks=(4, 64), samples=500, seed=0),
         "saturation": exercises.saturation(points=21),
         "temperature": exercises.temperature(draws=8, queries=4, n=8, seed=0),

@@ -215,7 +215,7 @@ def test_nothing_written_for_the_help_vanishes_from_it(capsys):
             assert " ".join((option.help or "").split()) in words
 
 
-@pytest.mark.parametrize("name", ["variance", "temperature", "gradients", "explain"])
+@pytest.mark.parametrize("name", ["variance", "temperature", "gradients", "explain", "condensation"])
 def test_long_commands_say_so_without_a_terminal(capsys, monkeypatch, name):
     compute = getattr(exercises, name)
 

@@ -19,6 +19,7 @@ ALL = (
     exercises.temperature,
     exercises.gradients,
     exercises.explain,
+    exercises.condensation,
 )
 
 
@@ -29,6 +30,29 @@ def rows_of(record, table, **wanted):
 def row_of(record, table, **wanted):
     (row,) = rows_of(record, table, **wanted)
     return row
+
+
+# Condensation
+
+
+def test_condensation_speaks_of_the_rows_that_explain_measures():
+    swept = exercises.condensation(d_ks=(64, 16), ns=(32,), seed=3)
+    alone = exercises.explain(d_k=16, n=32, seed=3)
+    for policy in ("none", "sqrt", "inverse"):
+        row = row_of(swept, "condensation", d_k=16, scale=policy)
+        for quantity in ("effective_keys", "sum_p2", "entropy_ratio", "max_weight"):
+            measured = row_of(alone, "explain", scale=policy, quantity=quantity)
+            values = row[quantity], row[f"{quantity}_low"], row[f"{quantity}_high"]
+            assert values == (measured["measured"], measured["low"], measured["high"])
+    (crossover,) = swept.tables["crossover"]
+    assert crossover["half_from"] == 64
+    assert "Σp² is at least ½ from dₖ = 64 on" in swept.headline
+
+
+def test_condensation_that_is_never_reached_is_said_so():
+    record = exercises.condensation(d_ks=(1, 2), ns=(64,), budget=1024)
+    assert record.tables["crossover"][0]["half_from"] is None
+    assert "at no size measured" in record.headline
 
 
 # Sampling

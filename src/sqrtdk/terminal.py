@@ -149,8 +149,8 @@ def print_summary(records: Sequence[Record], page: Path) -> None:
     """Print the few lines that stand above a report: the verdicts, one sentence per record, where the page is."""
     console = stdout_console()
     for record in records:
-        console.print(f"[bold]{escape(record.kind):<12}[/]{escape(spell(record.headline))}", soft_wrap=True)
-    console.print(f"[bold]{'page':<12}[/]{escape(str(page))}", soft_wrap=True)
+        console.print(f"[bold]{escape(record.kind):<13}[/]{escape(spell(record.headline))}", soft_wrap=True)
+    console.print(f"[bold]{'page':<13}[/]{escape(str(page))}", soft_wrap=True)
 
 
 def stdout_console() -> Console:

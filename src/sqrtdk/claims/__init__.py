@@ -58,7 +58,7 @@ def check_claims(
         on_claim: called before each check with the claim, its index and how many there are.
 
     Returns:
-        A record of kind ``"claims"`` with one table of the same name.
+        A record of kind ``"claims"`` with a table of the same name, and `texts` with the titles of the sources.
 
     Raises:
         InvalidValueError: an unknown claim, or none left without training.
@@ -90,7 +90,8 @@ def check_claims(
         "seeds": evidence.seeds,
         "steps": evidence.steps,
     }
-    return Record(kind="claims", spec=spec, tables={"claims": rows}, reading=reading)
+    texts = [{"source": name, "title": title} for name, title in SOURCES.items()]
+    return Record(kind="claims", spec=spec, tables={"claims": rows, "texts": texts}, reading=reading)
 
 
 def name_sources() -> str:

@@ -3,58 +3,82 @@
 from __future__ import annotations
 
 import json as json_module
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from sqrtdk import exercises
 from sqrtdk.commands.flags import Json, Seed, Store, Workers, examples
 from sqrtdk.commands.presenting import draw_figure, gathering, require_drawable
-from sqrtdk.errors import InvalidValueError, SqrtdkError
+from sqrtdk.errors import InvalidValueError, SqrtdkError, missing_extra
 from sqrtdk.options import naming
 from sqrtdk.records import Record
 
 commands = typer.Typer()
 
 
-@commands.command(epilog=examples("sqrtdk report", "sqrtdk report --output report.html --store runs.sqlite --seeds 8"))
+@commands.command(
+    epilog=examples("sqrtdk report --open", "sqrtdk report --only gradients --only claims --output report.html")
+)
 def report(
     output: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("sqrtdk-report.html"),
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A section to write, several if given several times: answer, try, variance, saturation, gradients, "
+            "training, temperature, models, claims; nothing else is computed."
+        ),
+    ] = None,
+    full: Annotated[bool, typer.Option("--full", help="Eight seeds in place of three, and nothing folded.")] = False,
+    source: Annotated[
+        list[Path] | None,
+        typer.Option("--from", help="Tell it from a store or from what --json printed: nothing is computed."),
+    ] = None,
+    open_page: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
     seed: Seed = 0,
-    seeds: Annotated[int, typer.Option(help="Training runs per setting.", min=1)] = 3,
+    seeds: Annotated[int | None, typer.Option(help="Training runs per setting; default: 3.", min=1)] = None,
     steps: Annotated[int, typer.Option(help="Training steps per run.", min=1)] = 600,
     store: Store = None,
     workers: Workers = None,
     json: Json = False,
 ) -> None:
-    """Claims, exercises and the ablation in one self-contained HTML file, and a summary here."""
+    """Why √dₖ, as a story on one self-contained page: the answer, sliders, every finding, real models, the claims."""
     from sqrtdk import terminal
-    from sqrtdk.claims import check_claims
     from sqrtdk.report import require_page, write_report
+    from sqrtdk.report_records import TRAINED, ModelAudit, can_train, compute_records, list_topics
 
+    topics = list_topics(only)
     with naming("--output"):
         require_page(output)
-    with gathering(seed, seeds, steps, store, workers) as (evidence, bar):
-        if not len(evidence.lab.store):
-            evidence.lab.prepare()
-        checked = check_claims(None, evidence, on_claim=lambda claim, i, n: bar.show(f"checking {claim.id}", i / n))
-        bar.show("exercises", 0.9)
-        made = [
-            checked,
-            exercises.variance(seed=seed),
-            exercises.saturation(),
-            exercises.temperature(seed=seed),
-            exercises.gradients(seed=seed),
-            exercises.explain(seed=seed),
-        ]
-        records = [*(evidence.lab.keep(record) for record in made)]
-        records += [evidence.learning, evidence.temperatures, evidence.swap]
-    written = write_report(records, output, command=f"sqrtdk report --seed {seed} --seeds {seeds} --steps {steps}")
+    if source and store is not None:
+        raise InvalidValueError("--from and --store exclude each other, got both")
+    runs = seeds if seeds is not None else 8 if full else 3
+    audit = None
+    if source:
+        from sqrtdk.families import load_zoo
+
+        records = [load_zoo(), *(record for path in source for record in _read_records(path, "--from"))]
+        command = "sqrtdk report " + " ".join(f"--from {path}" for path in source)
+    else:
+        with ModelAudit(wanted=only is None or "models" in only) as model:
+            with gathering(seed, runs, steps, store, workers) as (evidence, bar):
+                if {"claims", *TRAINED} & set(topics) and not len(evidence.lab.store):
+                    evidence.lab.prepare()
+                records = compute_records(topics, evidence, bar.show)
+            audit = model.result()
+        command = f"sqrtdk report --seed {seed} --seeds {runs} --steps {steps}"
+        if not can_train() and only is None:
+            print(f"sqrtdk: what has to be trained is left out: {missing_extra('torch', 'torch')}", file=sys.stderr)
+    written = write_report(records, output, command=command, only=only, full=full, audit=audit)
     if json:
-        terminal.print_json(checked)
+        terminal.write_json([record.as_json() for record in records])
     else:
         terminal.print_summary(records, written)
+    if open_page:
+        import webbrowser
+
+        webbrowser.open(written.resolve().as_uri())
 
 
 @commands.command(epilog=examples("sqrtdk draw runs.sqlite ablation.html --kind ablation"))
@@ -75,19 +99,20 @@ def draw(
     draw_figure(drawable[-1], output)
 
 
-def _read_records(source: Path) -> list[Record]:
-    """The finished records of a store, or the one of a JSON file."""
+def _read_records(source: Path, name: str = "SOURCE") -> list[Record]:
+    """The finished records of a store, or those of a JSON file."""
     if not source.is_file():
-        raise InvalidValueError(f"SOURCE must be a file, got {source}")
-    if source.read_bytes()[:1] == b"{":
+        raise InvalidValueError(f"{name} must be a file, got {source}")
+    if source.read_bytes()[:1] in (b"{", b"["):
         try:
-            return [Record.from_json(json_module.loads(source.read_text(encoding="utf-8")))]
+            content = json_module.loads(source.read_text(encoding="utf-8"))
+            return [Record.from_json(one) for one in (content if isinstance(content, list) else [content])]
         except ValueError as error:
-            raise InvalidValueError(f"SOURCE must be what --json prints, got {source} ({error})") from None
+            raise InvalidValueError(f"{name} must be what --json prints, got {source} ({error})") from None
     from sqrtdk.lab import Store
 
     try:
         with Store(source) as store:
             return store.records()
     except SqrtdkError as error:
-        raise type(error)(str(error).replace("store", "SOURCE", 1)) from None
+        raise type(error)(str(error).replace("store", name, 1)) from None

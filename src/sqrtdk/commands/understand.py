@@ -135,3 +135,23 @@ def gradients(
             on_size=lambda size, done: bar.show(f"measuring gradients: {size}", done),
         )
     present(record, json, plot)
+
+
+@commands.command(epilog=examples("sqrtdk condensation --d-k 1,8,64,512 --n 1024 --plot condensation.png"))
+def condensation(
+    d_k: Annotated[str, typer.Option(help="Sizes dₖ, separated by commas.")] = "1,4,8,16,32,64,128,256,512",
+    n: Annotated[str, typer.Option(help="Numbers of keys, separated by commas.")] = "16,1024",
+    seed: Seed = 0,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """How many keys a query attends to as dₖ grows, without scaling, with 1/√dₖ and 1/dₖ: the answer in one picture."""
+    require_drawable(plot)
+    with working("measuring attention") as bar:
+        record = exercises.condensation(
+            d_ks=read_numbers("--d-k", d_k, int),
+            ns=read_numbers("--n", n, int),
+            seed=seed,
+            on_size=lambda size, done: bar.show(f"measuring attention: {size}", done),
+        )
+    present(record, json, plot)

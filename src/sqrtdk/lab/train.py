@@ -16,7 +16,7 @@ from torch.nn import functional
 from sqrtdk.lab.spec import RunSpec
 from sqrtdk.lab.store import CURVES, RunRecord, identify_run
 from sqrtdk.lab.tasks import Batch
-from sqrtdk.lab.transformer import SeenAttention, Transformer, describe_attention, describe_temperature
+from sqrtdk.lab.transformer import SeenAttention, Transformer, describe_attention, describe_heads, describe_temperature
 from sqrtdk.scales import LEARNABLE
 
 _DATA_STREAM = 0
@@ -89,7 +89,7 @@ class _Run:
             "final_accuracy": accuracy,
             "solved": loss < self.task.threshold,
             "steps_to_threshold": self.steps_to_threshold(),
-            **(self.describe_learned() if spec.scale in LEARNABLE else {}),
+            **self.describe_end(),
         }
 
     def advance(self, first: int, last: int) -> bool:
@@ -132,11 +132,12 @@ class _Run:
             loss = functional.cross_entropy(scores, targets).item()
             return (loss, _accuracy(scores, targets)) if math.isfinite(loss) else (None, None)
 
-    def describe_learned(self) -> dict[str, Any]:
-        """Where the temperatures ended, on the held-out data."""
+    def describe_end(self) -> dict[str, Any]:
+        """What each head does on the held-out data, and where temperatures ended that were learned."""
         with torch.no_grad():
             _, seen, _ = self.ask(self.held_out, statistics=True)
-        return describe_temperature(seen, self.spec.d_k)
+        learned = describe_temperature(seen, self.spec.d_k) if self.spec.scale in LEARNABLE else {}
+        return {**learned, "measured_heads": describe_heads(seen)}
 
     def steps_to_threshold(self) -> int | None:
         """Updates, counted from the swap if there is one, before the first point whose loss is below the threshold."""

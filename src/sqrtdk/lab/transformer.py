@@ -28,6 +28,7 @@ _WEIGHT_STREAM = 1
 _QUERY_KEY_STREAM = 2
 
 _CAUSAL = Band(last=0, offset=0)
+_OF_HEADS = ("entropy_ratio", "saturation_index", "jacobian_trace")
 
 
 class SeenAttention(NamedTuple):
@@ -167,9 +168,21 @@ def describe_attention(seen: Sequence[SeenAttention]) -> dict[str, float]:
     # The first query sees one key alone.
     means = {
         name: [float(cast(Tensor, getattr(layer.statistics, name))[..., 1:].mean()) for layer in seen]
-        for name in ("entropy_ratio", "saturation_index", "jacobian_trace")
+        for name in _OF_HEADS
     }
     return {name: sum(of_layers) / len(of_layers) for name, of_layers in means.items()}
+
+
+def describe_heads(seen: Sequence[SeenAttention]) -> list[dict[str, float]]:
+    """The same for each head alone, with its `layer` and `head`: means over sequences and queries that see two keys."""
+    heads = []
+    for layer, attended in enumerate(seen):
+        means = {name: cast(Tensor, getattr(attended.statistics, name))[..., 1:].mean(dim=(0, 2)) for name in _OF_HEADS}
+        heads += [
+            {"layer": layer, "head": head, **{name: float(of_heads[head]) for name, of_heads in means.items()}}
+            for head in range(attended.query.shape[1])
+        ]
+    return heads
 
 
 def describe_temperature(seen: Sequence[SeenAttention], d_k: int) -> dict[str, Any]:

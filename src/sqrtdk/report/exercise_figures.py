@@ -56,8 +56,8 @@ def show_variance(record: Record) -> Figure:
         )
     spread = Panel(
         "Standard deviation",
-        Axis("dₖ", log=True, ticks=name_ticks(sizes)),
-        Axis("standard deviation of the logits", log=True),
+        Axis("dₖ, length of queries and keys", log=True, ticks=name_ticks(sizes)),
+        Axis("standard deviation of the scores", log=True),
         tuple(series),
     )
     shown = spread_out(sizes, _MOST_DENSITIES)
@@ -82,9 +82,10 @@ def _state_spread(rows: Sequence[Row]) -> str:
     root = [measured for _, measured in by_policy["sqrt"]]
     if low_size == high_size:
         return f"Scores at dₖ = {low_size} have standard deviation {low:.3g}, divided by √dₖ {root[0]:.2f}"
+    ends = list(dict.fromkeys(f"{value:.2f}" for value in (min(root), max(root))))
     return (
         f"The standard deviation of q·k goes from {low:.3g} at dₖ = {low_size} to {high:.3g} at dₖ = {high_size}; "
-        f"divided by √dₖ it stays between {min(root):.2f} and {max(root):.2f}"
+        f"divided by √dₖ it {'is ' + ends[0] if len(ends) == 1 else 'stays between ' + ' and '.join(ends)}"
     )
 
 

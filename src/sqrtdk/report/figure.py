@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias, TypeVar
 
 from sqrtdk.errors import InvalidValueError
@@ -223,6 +223,16 @@ class Figure:
                 if not isinstance(series, Heatmap) and series.group is not None:
                     entries.setdefault(series.group, series)
         return entries
+
+
+def one_panel(title: str, panel: Panel, caption: str, height: int = 330) -> Figure:
+    """A figure of a single panel: the figure's title states the finding, so that the panel needs none.
+
+    >>> line = Line((0.0,), (1.0,), "#000000")
+    >>> one_panel("It is 1", Panel("y", Axis("x"), Axis("y"), (line,)), "n = 1").panels[0].title
+    ''
+    """
+    return Figure(title, (replace(panel, title=""),), columns=1, caption=caption, panel_height=height)
 
 
 def _require_equal_lengths(kind: str, **values: Sequence[object]) -> None:

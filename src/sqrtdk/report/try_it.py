@@ -1,0 +1,189 @@
+"""The sliders of the report: one query among n keys, under a scale of the reader's choice beside none.
+
+The page draws and computes by itself (`try_it.js`); here is the same in Python, on the product's own operation, for the
+numbers that stand on the page before a script has run and for the test that both agree.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from html import escape
+
+import numpy as np
+import numpy.typing as npt
+
+from sqrtdk.attention import attention, attention_gradients
+from sqrtdk.errors import InvalidValueError, unknown_name
+from sqrtdk.report.counter import draw_normal
+from sqrtdk.report.palette import policy_colour, policy_label
+from sqrtdk.report.table import format_cell
+
+__all__ = ["QUANTITIES", "RANGES", "TryIt", "measure_try_it", "render_try_it"]
+
+Array = npt.NDArray[np.float64]
+
+_EXPONENTS = {"none": 0.0, "sqrt": -0.5, "inverse": -1.0}
+_QUERY_ROW, _VALUE_ROW, _FIRST_KEY_ROW = 0, 1, 2
+
+
+def _powers(last: int, first: int = 1) -> tuple[int, ...]:
+    """Sizes about a factor 2^¼ apart, without repeats."""
+    steps = range(round(4 * math.log2(last)) + 1)
+    return tuple(sorted({size for step in steps if (size := round(2 ** (step / 4))) >= first}))
+
+
+RANGES: dict[str, tuple[float, ...]] = {
+    "d_k": _powers(512),
+    "n": _powers(1024, first=2),
+    "tau": tuple(2.0 ** (step / 4) for step in range(-12, 13)),
+    "correlation": tuple(step / 20 for step in range(21)),
+}
+"""What each slider can be set to, from its left end to its right one."""
+
+QUANTITIES: dict[str, tuple[str, str]] = {
+    "expected_variance": ("variance that the law expects", "dₖ·scale², for keys independent of the query"),
+    "logit_variance": ("variance of the logits", "of this one query; a longer query has more"),
+    "max_logit": ("largest logit", "what softmax sees: scale·q·k"),
+    "max_weight": ("largest weight", "of the most attended key"),
+    "own_weight": ("weight of the query's own key", "the one that the correlation makes similar to it"),
+    "entropy_ratio": ("entropy ratio H/ln n", "1: all keys alike, 0: one key takes all"),
+    "effective_keys": ("effective keys 1/Σp²", "about how many keys the query attends to"),
+    "saturation_index": ("saturation index ρ", "σ/√(2 ln n): from 1 on weights condense, from 2 on nearly one-hot"),
+    "jacobian_trace": ("softmax slope 1 − Σp²", "trace of the Jacobian: 0 where softmax is saturated"),
+    "jacobian_norm": ("Jacobian norm ‖J‖", "how far weights answer to logits"),
+    "gradient": ("gradient ‖∂output/∂q‖", "of an output with one standard normal value per key"),
+}
+"""The numbers shown for each scale: a name and how to read it."""
+
+
+@dataclass(frozen=True)
+class TryIt:
+    """Where the sliders stand.
+
+    Args:
+        d_k: length of q and k.
+        n: keys.
+        policy: ``"none"``, ``"sqrt"`` or ``"inverse"``.
+        tau: divides the policy's scale once more.
+        correlation: of each entry of the query with that of its own key, the first; other keys are independent of it.
+        seed: of the draw.
+    """
+
+    d_k: int = 64
+    n: int = 1024
+    policy: str = "sqrt"
+    tau: float = 1.0
+    correlation: float = 0.0
+    # Of the first seeds the one whose rows at this size are nearest to the average of many.
+    seed: int = 6
+
+    def __post_init__(self) -> None:
+        if self.policy not in _EXPONENTS:
+            raise unknown_name("policy", self.policy, list(_EXPONENTS))
+        for name, values in RANGES.items():
+            if not values[0] <= getattr(self, name) <= values[-1]:
+                raise InvalidValueError(
+                    f"{name} must lie between {values[0]:g} and {values[-1]:g}, got {getattr(self, name)}"
+                )
+
+    @property
+    def scale(self) -> float:
+        """What multiplies q·k.
+
+        >>> TryIt(d_k=64).scale, TryIt(d_k=64, policy="inverse", tau=2.0).scale
+        (0.125, 0.0078125)
+        """
+        return math.pow(self.d_k, _EXPONENTS[self.policy]) / self.tau
+
+
+def measure_try_it(state: TryIt) -> dict[str, dict[str, float]]:
+    """The numbers of `QUANTITIES` without scaling (``"none"``) and with the scale chosen (``"chosen"``).
+
+    >>> numbers = measure_try_it(TryIt(d_k=64, n=1024))
+    >>> numbers["none"]["effective_keys"] < 4 < numbers["chosen"]["effective_keys"]
+    True
+    """
+    q = draw_normal(1, state.d_k, seed=state.seed, first_row=_QUERY_ROW)
+    values = draw_normal(1, state.n, seed=state.seed, first_row=_VALUE_ROW).T
+    k = draw_normal(state.n, state.d_k, seed=state.seed, first_row=_FIRST_KEY_ROW)
+    k[0] = state.correlation * q[0] + math.sqrt(1.0 - state.correlation**2) * k[0]
+    return {
+        column: _measure(q, k, np.ascontiguousarray(values), scale)
+        for column, scale in (("none", 1.0), ("chosen", state.scale))
+    }
+
+
+def _measure(q: Array, k: Array, values: Array, scale: float) -> dict[str, float]:
+    _, statistics, weights = attention(q, k, values, scale=scale, weights=True)
+    assert statistics is not None
+    assert weights is not None
+    gradients = attention_gradients(q, k, values, np.ones((1, 1)), scale=scale)
+    of_rows = {
+        name: float(np.asarray(getattr(statistics, name))[0]) for name in QUANTITIES if hasattr(statistics, name)
+    }
+    return of_rows | {
+        "expected_variance": q.shape[-1] * scale**2,
+        "own_weight": float(weights[0, 0]),
+        "gradient": float(np.linalg.norm(gradients.query)),
+    }
+
+
+def render_try_it(state: TryIt | None = None) -> str:
+    """The sliders, the numbers of their first position and the places that the script draws into."""
+    state = TryIt() if state is None else state
+    numbers = measure_try_it(state)
+    sliders = "".join(
+        (
+            _render_slider("d_k", "dₖ, length of q and k", state.d_k),
+            _render_slider("n", "n, number of keys", state.n),
+            _render_slider("tau", "τ, a temperature that divides once more", state.tau),
+            _render_slider("correlation", "correlation of the query with its own key", state.correlation),
+        )
+    )
+    policies = "".join(
+        f'<label><input type="radio" name="try-policy" value="{name}"{" checked" if name == state.policy else ""}> '
+        f"{policy_label(name)}</label>"
+        for name in _EXPONENTS
+    )
+    rows = "".join(
+        f'<tr><th scope="row">{escape(words)}<small>{escape(about)}</small></th>'
+        + "".join(_render_number(name, column, numbers[column][name]) for column in numbers)
+        + "</tr>"
+        for name, (words, about) in QUANTITIES.items()
+    )
+    colours = "".join(f"--try-{name}:{policy_colour(name)};" for name in _EXPONENTS)
+    return (
+        f'<div class="try" id="try-it" style="{colours}" data-seed="{state.seed}">'
+        f'<div class="controls"><fieldset><legend>scale</legend>{policies}</fieldset>{sliders}'
+        '<div class="buttons"><button type="button" data-do="draw">another draw</button>'
+        '<button type="button" data-do="reset">reset</button></div></div>'
+        '<p class="try-says" aria-live="polite"></p>'
+        '<div class="try-charts"><figure><figcaption>Logits: how many keys have which</figcaption>'
+        '<svg class="try-logits" role="img" aria-label="Histogram of the logits under both scales"></svg>'
+        "</figure><figure><figcaption>Weight of the 1st, 2nd, 3rd … key</figcaption>"
+        '<svg class="try-weights" role="img" aria-label="Sorted softmax weights under both scales"></svg>'
+        "</figure></div>"
+        '<table class="try-numbers"><thead><tr><th scope="col">this draw</th><th scope="col" class="number">no scaling'
+        f'</th><th scope="col" class="number try-chosen">{policy_label(state.policy)}</th></tr></thead>'
+        f"<tbody>{rows}</tbody></table></div>"
+    )
+
+
+def _render_slider(name: str, words: str, value: float) -> str:
+    values = RANGES[name]
+    place = min(range(len(values)), key=lambda index: abs(values[index] - value))
+    listed = ",".join(f"{one:.17g}" for one in values)
+    shown = format_cell(float(value))
+    return (
+        f'<div class="slider"><label for="try-{name}">{escape(words)}</label><output for="try-{name}">{shown}</output>'
+        f'<input type="range" id="try-{name}" min="0" max="{len(values) - 1}" step="1" value="{place}" '
+        f'data-name="{name}" data-values="{listed}" aria-valuetext="{shown}"></div>'
+    )
+
+
+def _render_number(name: str, column: str, value: float) -> str:
+    return (
+        f'<td class="number"><output data-quantity="{name}" data-column="{column}" data-value="{value!r}">'
+        f"{format_cell(value)}</output></td>"
+    )

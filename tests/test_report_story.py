@@ -1,0 +1,214 @@
+"""The story's sentences follow from the numbers: where a sentence would be false, another one stands."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from example_records import every_kind, make_ablation, make_swap
+from sqrtdk.audits import Audit
+from sqrtdk.audits.shipped import read_shipped
+from sqrtdk.exercises import condensation, gradients, variance
+from sqrtdk.report import figure_for, story_figures, training_figures
+from sqrtdk.report.answer import answer
+from sqrtdk.report.figure import Heatmap, Line, Points
+from sqrtdk.report.model_figures import show_heads
+
+
+def with_losses(record, **losses):
+    """The same ablation with other median losses by policy."""
+    best = [
+        {**row, "final_loss_median": losses.get(row["scale"], row["final_loss_median"])}
+        for row in record.tables["best"]
+    ]
+    return replace(record, tables={**record.tables, "best": best})
+
+
+def with_cells(record, table, **changes):
+    """The same record with other numbers in its unscaled rows."""
+    rows = [{**row, **(changes if row["scale"] == "none" else {})} for row in record.tables[table]]
+    return replace(record, tables={**record.tables, table: rows})
+
+
+# The answer
+
+
+def test_the_answer_speaks_of_the_sizes_that_were_measured():
+    first, second, third = answer(every_kind())
+    row = next(row for row in every_kind()["variance"].tables["variance"] if (row["d_k"], row["scale"]) == (64, "none"))
+    assert f"at dₖ = 64 it is measured as {row['measured'] ** 2:.3g}" in first
+    cell = story_figures.cells_of(every_kind()["condensation"])[64, 16, "none"]
+    assert f"attends to {story_figures.name_keys(cell['effective_keys'])} of 16 keys" in second
+    assert "uneven" in third
+    assert "loss 2.6 against 0.006 with 1/√dₖ" in third
+
+
+def test_the_answer_leaves_out_what_it_has_no_record_of():
+    assert answer({}) == []
+    (only,) = answer({"gradients": every_kind()["gradients"]})
+    assert "training" not in only
+
+
+def test_a_variance_that_is_not_the_law_is_said_so():
+    record = with_cells(variance(d_ks=(64,), samples=1000), "variance", measured=3.0, inside=False)
+    assert answer({"variance": record}) == [
+        "The variance of a score q·k should be dₖ, but at dₖ = 64 it is measured as 9: the law is not borne out here."
+    ]
+
+
+def test_below_condensation_the_answer_does_not_claim_it():
+    record = condensation(d_ks=(1, 2), ns=(64,), budget=4096)
+    assert "at dₖ = 2 it is not yet, a query attends to" in answer({"condensation": record})[0]
+    assert figure_for(record).title.startswith("At dₖ = 2 and n = 64 scaling changes little")
+
+
+def test_training_that_does_not_fail_is_said_so():
+    record = with_losses(make_ablation(), none=0.004)
+    assert "does not fail here" in answer({"ablation": record})[0]
+    assert training_figures.show_learning(record).title.startswith("Without scaling the model learns as well")
+
+
+def test_training_that_learns_nothing_decides_nothing():
+    title = training_figures.show_learning(with_losses(make_ablation(), sqrt=2.6)).title
+    assert title.startswith("In these steps nothing is learned")
+
+
+def test_the_control_is_part_of_the_answer_where_it_was_made():
+    record = make_ablation(inits=("unit", "absorbed"))
+    cured = [
+        {**row, "final_loss_median": 0.01 if row["init"] == "absorbed" else row["final_loss_median"]}
+        for row in record.tables["best"]
+    ]
+    rescued = replace(record, tables={**record.tables, "best": cured})
+    assert "unless weights that start smaller make up for it (0.01)" in answer({"ablation": rescued})[0]
+    assert "nor with smaller weights" in training_figures.show_learning(record).title
+    assert "unless" not in answer({"ablation": record})[0]
+
+
+def test_gradients_that_are_even_or_smaller_are_said_so():
+    record = gradients(d_ks=(4,), ns=(4,), budget=1024)
+    even = with_cells(record, "vanish", top_share=0.0)
+    assert "no more uneven" in story_figures.show_gradient_spread(even).title
+    assert "do not become more uneven" in answer({"gradients": even})[0]
+    smaller = with_cells(record, "vanish", top_share=0.9, grad_q_mean=1e-3)
+    assert story_figures.show_gradient_spread(smaller).title.startswith("Unscaled gradients are uneven and smaller")
+    assert "uneven and smaller" in answer({"gradients": smaller})[0]
+
+
+# Condensation
+
+
+def test_crossover_is_read_off_the_rows():
+    record = every_kind()["condensation"]
+    for row in record.tables["crossover"]:
+        assert row["begins"] == pytest.approx(2 * math.log(row["n"]))
+        assert row["nearly_one_hot"] == pytest.approx(8 * math.log(row["n"]))
+        cells = [
+            (d_k, cell)
+            for (d_k, n, scale), cell in story_figures.cells_of(record).items()
+            if (n, scale) == (row["n"], "none")
+        ]
+        assert row["half_from"] == next(
+            (d_k for d_k, cell in sorted(cells, key=lambda one: one[0]) if cell["sum_p2"] >= 0.5), None
+        )
+
+
+@pytest.mark.parametrize(
+    ("half_from", "ending"),
+    [(16, ": about 8 ln n"), (2, ", which 8 ln n does not tell"), (None, "not up to dₖ = 512 with 16 keys")],
+)
+def test_the_law_is_named_only_where_the_rows_bear_it_out(half_from, ending):
+    rows = [{"n": 16, "begins": 5.5, "nearly_one_hot": 22.2, "half_from": half_from}]
+    assert story_figures._state_crossover(rows, 512).endswith(ending)
+
+
+def test_the_picture_shows_the_effective_keys_of_the_largest_n():
+    record = every_kind()["condensation"]
+    figure = figure_for(record)
+    assert len(figure.panels) == 1
+    dots = [series for series in figure.panels[0].series if isinstance(series, Points)]
+    cells = story_figures.cells_of(record)
+    for series, policy in zip(dots, ("none", "sqrt", "inverse"), strict=True):
+        assert series.y == tuple(cells[d_k, 16, policy]["effective_keys"] for d_k in (1, 64))
+    assert "seed 0" in figure.caption
+
+
+def test_decades_are_few_and_hold_the_ends():
+    ticks = story_figures._name_decades([3e-11, 40.0])
+    assert len(ticks) <= 6
+    assert ticks[-1] == (100.0, "10²")
+    assert (1.0, "1") in story_figures._name_decades([0.2, 3.0])
+
+
+# Training
+
+
+def test_learning_rates_are_counted_by_what_they_reach():
+    record = make_ablation(lrs=(3e-4, 1e-3, 3e-3), seeds=2)
+    assert training_figures.show_rates(record).title == (
+        "Unscaled, the task is learned at none of 3 learning rates; with 1/√dₖ at 3"
+    )
+    assert training_figures.show_rates(make_ablation()) is None
+
+
+def test_a_best_rate_at_the_edge_is_said_so():
+    record = make_ablation()
+    assert "edge" not in training_figures.show_learning(record).caption
+    best = [{**row, "at_edge": row["scale"] == "none"} for row in record.tables["best"]]
+    caption = training_figures.show_learning(replace(record, tables={**record.tables, "best": best})).caption
+    assert caption.endswith("The best rate of no scaling is at the edge of those tried.")
+
+
+def test_trained_heads_are_those_of_the_best_runs():
+    record = make_ablation(seeds=2)
+    figure = training_figures.show_trained_heads(record)
+    dots = [series for series in figure.panels[0].series if isinstance(series, Points) and len(series.x) == 4]
+    assert [series.x for series in dots] == [(0.3, 0.4, 0.3, 0.4)] * 3
+    assert "with no scaling from 0.11 to 0.35, with 1/√dₖ from" in figure.title
+    without = [
+        {name: value for name, value in run.items() if name != "measured_heads"} for run in record.tables["runs"]
+    ]
+    assert training_figures.show_trained_heads(replace(record, tables={**record.tables, "runs": without})) is None
+
+
+def test_a_swap_that_hurts_is_said_so():
+    record = make_swap()
+    assert training_figures.show_taken_away(record).title.startswith("A trained model outlives the loss of its scale")
+    rows = [{**row, "swapped_loss": 2.5} for row in record.tables["swap"]]
+    hurt = replace(record, tables={**record.tables, "swap": rows})
+    assert training_figures.show_taken_away(hurt).title.startswith("A trained model needs its scale")
+    assert "after training as well" in training_figures.read_taken_away(hurt)
+
+
+# A model
+
+
+def test_heads_of_a_model_are_a_map_of_their_entropy():
+    audit = read_shipped("minilm")
+    (heat,) = show_heads(audit, "MiniLM").panels[0].series
+    assert isinstance(heat, Heatmap)
+    assert len(heat.z) == 6
+    assert [value for row in heat.z for value in row] == [head.entropy_ratio for head in audit.heads]
+    sharp = sum(head.saturation_index > 1 for head in audit.heads)
+    assert f"MiniLM uses 1/√dₖ; {sharp} of its 72 heads are sharp" in show_heads(audit, "MiniLM").title
+
+
+def test_layers_of_different_widths_and_scales():
+    audit = read_shipped("minilm")
+    odd = Audit(
+        audit.heads[:-1],
+        (),
+        [replace(audit.scale[0], measured=1.0), *audit.scale[1:]],
+        0,
+        (),
+        "unknown",
+        audit.about,
+    )
+    figure = show_heads(odd, "a model")
+    assert math.isnan(figure.panels[0].series[0].z[-1][-1])
+    assert "2 different scales" in figure.title
+
+
+def test_every_line_of_the_story_figures_has_its_policy():
+    lines = [series for series in figure_for(every_kind()["condensation"]).panels[0].series if isinstance(series, Line)]
+    assert [line.group for line in lines] == ["no scaling", "1/√dₖ", "1/dₖ"]
