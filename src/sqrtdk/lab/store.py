@@ -28,7 +28,7 @@ CURVES = (
     "jacobian_trace",
 )
 
-_APPLICATION_ID = 0x73716474  # "sqdt": marks the file as ours
+APPLICATION_ID = 0x73716474  # "sqdt": marks the file as ours
 _BUSY_SECONDS = 60.0
 _CREATE = (
     """
@@ -207,7 +207,7 @@ def _require_usable(path: Path) -> None:
         application, version, tables = _read_identity(path)
     if application == 0 and tables == 0:
         return  # A sweep was killed between making the file and making its table.
-    if application != _APPLICATION_ID:
+    if application != APPLICATION_ID:
         raise InvalidValueError(f"store must be a SQLite file made by sqrtdk, got {path}, made by something else")
     if version != STORE_VERSION:
         raise InvalidValueError(
@@ -235,7 +235,7 @@ def _connect(path: Path | None) -> sqlite3.Connection:
         connection.execute("BEGIN IMMEDIATE")
         for statement in _CREATE:
             connection.execute(statement)
-        connection.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
+        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         connection.execute(f"PRAGMA user_version = {STORE_VERSION}")
         connection.execute("COMMIT")
     except BaseException:

@@ -1,0 +1,141 @@
+// The Runs page: the finished runs of a store and their curves, looked at again every two seconds.
+
+import { axis, draw, plain, whenReady } from "./charts.js";
+import { $, ask, make, show, tell } from "./dom.js";
+
+const EVERY = 2000;
+const FIRST_DRAWN = 24;
+const MOST_AT_ONCE = 64;
+const COLOURS = { none: "#d55e00", sqrt: "#1f83c9", inverse: "#009e73", fixed: "#b08900", temperature: "#c0609a", mup: "#6a8f1f", log_n: "#8a63d2", yarn: "#a0522d", llama4: "#4c6ef5", cosine: "#0f9fb0", qk_norm: "#d6336c", learned: "#a845c4", query: "#9a7d0a", position: "#93705f" };
+const CURVES = {
+  loss: "training loss", accuracy: "training accuracy", entropy_ratio: "entropy ratio H/ln n", saturation_index: "saturation index ρ",
+  jacobian_trace: "1 − Σp²", grad_q: "gradient of W_q", grad_k: "gradient of W_k",
+};
+const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
+
+let version = null;
+let runs = [];
+const curves = new Map();
+const drawn = new Set();
+const known = new Set();
+
+const scaleOf = (run) => String(run.row.scale ?? "");
+const colourOf = (run) => COLOURS[scaleOf(run).split(":")[0]] ?? "#7b8390";
+function nameOf(run) {
+  const { scale, d_k, init, lr, seed } = run.row;
+  return `${scale} · dₖ ${d_k} · ${init} · lr ${lr} · seed ${seed}`;
+}
+
+function listed() {
+  const words = $("filter").value.toLowerCase().split(",").map((word) => word.trim()).filter(Boolean);
+  return runs.filter((run) => words.every((word) => `${nameOf(run)} ${run.status} ${run.row.task ?? ""}`.toLowerCase().includes(word)));
+}
+
+async function look() {
+  try {
+    const reply = await ask("/api/runs", version ? { version } : {});
+    tell(null);
+    $("content").hidden = reply.state !== "ready";
+    if (reply.state !== "ready") {
+      version = null;
+      runs = [];
+      $("state").textContent = reply.message;
+    } else if (!reply.unchanged) {
+      version = reply.version;
+      runs = reply.runs;
+      for (const run of runs) {
+        if (!known.has(run.key) && drawn.size < FIRST_DRAWN) drawn.add(run.key);
+        known.add(run.key);
+      }
+      const counts = Object.entries(Object.groupBy ? Object.groupBy(runs, (run) => run.status) : {}).map(([status, some]) => `${some.length} ${status}`);
+      const latest = runs.length ? new Date(1000 * runs[0].finished).toLocaleTimeString() : "";
+      $("state").textContent = runs.length
+        ? `${reply.total} finished runs${counts.length ? ` (${counts.join(", ")})` : ""}, the latest at ${latest}. New ones appear by themselves.`
+        : "The store has no finished run yet. New ones appear by themselves.";
+      await refresh();
+    }
+    document.body.dataset.looked = String(Number(document.body.dataset.looked ?? 0) + 1);
+  } catch (error) {
+    tell(error);
+  }
+  setTimeout(look, document.hidden ? 4 * EVERY : EVERY);
+}
+
+async function refresh() {
+  renderTable();
+  const wanted = [...drawn].filter((key) => !curves.has(key) && runs.some((run) => run.key === key));
+  for (let at = 0; at < wanted.length; at += MOST_AT_ONCE) {
+    const reply = await ask("/api/curves", { keys: wanted.slice(at, at + MOST_AT_ONCE).join(",") });
+    for (const [key, own] of Object.entries(reply.curves)) curves.set(key, own);
+  }
+  renderCurves();
+}
+
+function renderCurves() {
+  const curve = $("curve").value;
+  const shown = listed().filter((run) => drawn.has(run.key) && curves.has(run.key));
+  const policies = [...new Set(shown.map(scaleOf))];
+  const final = policies.map((policy) => {
+    const losses = shown.filter((run) => scaleOf(run) === policy).map((run) => run.row.final_loss ?? Infinity).sort((a, b) => a - b);
+    const median = losses[Math.floor((losses.length - 1) / 2)];
+    return `${policy} ${Number.isFinite(median) ? show(median, 3) : "diverged"}`;
+  });
+  $("curves-title").textContent = shown.length ? `Median held-out loss of what is drawn: ${final.join(", ")}` : "Nothing is drawn: tick a run below";
+  $("curves-caption").textContent = `${CURVES[curve]} over training steps, ${shown.length} runs; colour: scaling policy, dash: learning rate.`;
+  const rates = [...new Set(shown.map((run) => run.row.lr))].sort((a, b) => a - b);
+  const legend = new Set();
+  draw(
+    "curves",
+    `${$("curves-caption").textContent} ${$("curves-title").textContent}.`,
+    () => shown.map((run) => {
+      const first = !legend.has(scaleOf(run));
+      legend.add(scaleOf(run));
+      return {
+        type: "scatter", mode: "lines", x: curves.get(run.key).step ?? [], y: curves.get(run.key)[curve] ?? [], name: plain(scaleOf(run)), legendgroup: plain(scaleOf(run)), showlegend: first,
+        line: { color: colourOf(run), width: 1.8, dash: DASHES[rates.indexOf(run.row.lr) % DASHES.length] }, opacity: 0.8,
+        hovertemplate: `${plain(nameOf(run))}<br>step %{x}: %{y:.4g}<extra></extra>`,
+      };
+    }),
+    () => ({ hovermode: "closest", xaxis: axis("training step"), yaxis: axis(CURVES[curve], { type: $("logarithmic").checked ? "log" : "linear", exponentformat: "e" }), showlegend: true, legend: { orientation: "h", y: 1.1 } }),
+  );
+}
+
+function renderTable() {
+  const shown = listed();
+  $("listed").textContent = `${shown.length} of ${runs.length} runs listed`;
+  const head = ["draw", "scale", "dₖ", "init", "learning rate", "seed", "status", "held-out loss", "accuracy", "solved", "finished"].map((name) => make("th", { scope: "col" }, name));
+  const rows = shown.map((run) => {
+    const box = make("input", { type: "checkbox", "aria-label": `draw ${nameOf(run)}` });
+    box.checked = drawn.has(run.key);
+    box.addEventListener("change", () => {
+      if (box.checked) drawn.add(run.key);
+      else drawn.delete(run.key);
+      refresh().catch(tell);
+    });
+    const { row } = run;
+    const scale = make("td", {}, make("span", { class: "dot" }), scaleOf(run));
+    scale.firstChild.style.setProperty("--own", colourOf(run));
+    const number = (name, value) => make("td", { class: "number", "data-quantity": name, "data-value": value }, typeof value === "number" ? show(value) : value ?? "–");
+    return make("tr", { "data-key": run.key }, make("td", {}, box), scale, number("d_k", row.d_k), make("td", {}, row.init ?? ""), number("lr", row.lr), number("seed", row.seed), make("td", {}, row.message ? `${run.status}: ${row.message}` : run.status), number("final_loss", row.final_loss), number("final_accuracy", row.final_accuracy), make("td", {}, row.solved ? "yes" : "no"), make("td", {}, new Date(1000 * run.finished).toLocaleString()));
+  });
+  $("runs").replaceChildren(make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...rows));
+}
+
+async function start() {
+  await whenReady();
+  $("curve").append(...Object.entries(CURVES).map(([name, title]) => make("option", { value: name }, title)));
+  $("curve").addEventListener("change", renderCurves);
+  $("logarithmic").addEventListener("change", renderCurves);
+  $("filter").addEventListener("input", () => refresh().catch(tell));
+  $("all").addEventListener("click", () => {
+    listed().forEach((run) => drawn.add(run.key));
+    refresh().catch(tell);
+  });
+  $("none").addEventListener("click", () => {
+    drawn.clear();
+    refresh().catch(tell);
+  });
+  await look();
+}
+
+start().catch(tell);
