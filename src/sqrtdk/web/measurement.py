@@ -25,6 +25,8 @@ _DENSITY_POINTS = 161
 _RANKS = 60
 _CURVE_POINTS = 61
 _SMALL = 2**24
+# The law for n → ∞ states its error from here on.
+_FEWEST_KEYS_OF_THE_LAW = 64
 # Of a file with many queries as many gradients are shown.
 _SHOWN_GRADIENTS = 256
 _MEANS = (
@@ -95,7 +97,7 @@ def measure(asked: Experiment, given: Vectors) -> dict[str, Any]:
         "columns": columns,
         "law": _law_curve(n),
         "crossover": {"begins": begins, "nearly_one_hot": nearly_one_hot},
-        "reading": _read(columns, d_k, n),
+        "reading": _read(asked, columns, d_k, n),
         "python": write_python(asked, asked.scale("chosen", d_k, n)),
     }
 
@@ -206,7 +208,9 @@ def _law_curve(n: int) -> dict[str, Any]:
     width = math.sqrt(2.0 * math.log(n))
     grid = np.linspace(0.0, 3.0, _CURVE_POINTS)
     law = [theory.condensation(float(rho) * width, n) for rho in grid]
-    return {"rho": grid, "entropy_ratio": [point.entropy_ratio if point.trusted else None for point in law]}
+    stated = [point.trusted and n >= _FEWEST_KEYS_OF_THE_LAW for point in law]
+    ratios = [point.entropy_ratio if known else None for point, known in zip(law, stated, strict=True)]
+    return {"rho": grid, "entropy_ratio": ratios}
 
 
 def expect(asked: Experiment) -> dict[str, Any]:
@@ -243,30 +247,43 @@ def expect(asked: Experiment) -> dict[str, Any]:
     }
 
 
-def _read(columns: Mapping[str, Any], d_k: int, n: int) -> list[str]:
-    """Sentences from the numbers: how many keys count, what the saturation index says, what gradients do."""
+def _read(asked: Experiment, columns: Mapping[str, Any], d_k: int, n: int) -> list[str]:
+    """Sentences from the numbers: how many keys count, where dₖ lies, what gradients do."""
     values = {name: column["values"] for name, column in columns.items()}
     labels = {name: "no scaling" if name == "none" else column["label"] for name, column in columns.items()}
-    shown = {name: _say(value["effective_keys"]) for name, value in values.items()}
-    listed = [f"{shown[name]} with {labels[name]}" for name in columns]
+    listed = [f"{_say(value['effective_keys'])} with {labels[name]}" for name, value in values.items()]
     sentences = [f"Of {n} keys a query attends to about {', '.join(listed[:-1])} and {listed[-1]} (effective keys)."]
-    begins, nearly = theory.unscaled_crossover(n)
-    place = (
-        f"below 2 ln n = {begins:.1f}, where unscaled softmax begins to condense"
-        if d_k < begins
-        else f"past 8 ln n = {nearly:.1f}, where unscaled softmax is nearly one-hot"
-        if d_k >= nearly
-        else f"between 2 ln n = {begins:.1f} and 8 ln n = {nearly:.1f}: unscaled softmax is condensing"
-    )
-    sentences.append(f"For unit-variance q and k, dₖ = {d_k} lies {place}.")
-    ratio = values["none"]["grad_q"] / values["sqrt"]["grad_q"] if values["sqrt"]["grad_q"] else math.nan
-    typical = values["none"]["grad_q_median"] / values["sqrt"]["grad_q_median"] if ratio == ratio else math.nan
-    if math.isfinite(ratio) and math.isfinite(typical):
+    if asked.source == "scores":
+        told = [
+            f"{', '.join(f'{weight:.3f}' for weight in column['weights']['by_key'])} with {labels[name]}"
+            for name, column in columns.items()
+        ]
+        sentences.append(f"The weights: {'; '.join(told)}.")
+    else:
+        sentences.append(f"For unit-variance q and k, dₖ = {d_k} lies {_place(d_k, n)}.")
+    mean, median = (_ratio(values, quantity) for quantity in ("grad_q", "grad_q_median"))
+    if len(columns["none"]["gradients"]) == 1 and math.isfinite(mean):
+        sentences.append(f"Without scaling the gradient of the query is {_say(mean)} times that with 1/√dₖ.")
+    elif math.isfinite(mean) and math.isfinite(median):
         sentences.append(
-            f"Without scaling the gradient of a query is {_say(ratio)} times that with 1/√dₖ on average, "
-            f"{_say(typical)} times in the median."
+            f"Without scaling the gradient of a query is {_say(mean)} times that with 1/√dₖ on average, "
+            f"{_say(median)} times in the median."
         )
     return sentences
+
+
+def _place(d_k: int, n: int) -> str:
+    begins, nearly = theory.unscaled_crossover(n)
+    if d_k < begins:
+        return f"below 2 ln n = {begins:.1f}, where unscaled softmax begins to condense"
+    if d_k < nearly:
+        return f"between 2 ln n = {begins:.1f} and 8 ln n = {nearly:.1f}: unscaled softmax is condensing"
+    return f"past 8 ln n = {nearly:.1f}, where unscaled softmax is nearly one-hot"
+
+
+def _ratio(values: Mapping[str, Any], quantity: str) -> float:
+    beside = values["sqrt"][quantity]
+    return float(values["none"][quantity] / beside) if beside else math.nan
 
 
 def _say(value: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import struct
 import zipfile
 import zlib
 from typing import IO, Any, NamedTuple
@@ -11,7 +12,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sqrtdk.errors import InvalidValueError
+from sqrtdk.errors import InvalidValueError, SqrtdkError
 from sqrtdk.web.experiment import BOUNDS, MOST_PRODUCTS
 
 Array = npt.NDArray[Any]
@@ -51,10 +52,12 @@ def read_npz(content: bytes) -> Given:
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             return _read_archive(archive)
+    except SqrtdkError:
+        raise
     # What the zip and its compression may raise on bytes that somebody chose.
     except (
-        *(zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError, OverflowError),
-        *(UnicodeDecodeError, IndexError, MemoryError),
+        *(zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError, ValueError),
+        *(ArithmeticError, LookupError, MemoryError, struct.error),
     ) as error:
         reason = " ".join(str(error).split())[:120] or type(error).__name__
         raise InvalidValueError(f"the file must be an .npz of NumPy, got {reason}; {_HOW}") from None

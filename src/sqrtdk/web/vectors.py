@@ -117,7 +117,7 @@ def write_python(asked: Experiment, scale: float | scales.Policy) -> str:
         if asked.correlation:
             lines += [
                 f"own = np.arange({QUERIES}) % {asked.n}  # each query has a key of its own",
-                f"q = {asked.correlation!r} * k[own] + (1.0 - {asked.correlation!r}**2) ** 0.5 * q",
+                f"q = {asked.correlation!r} * k[own] + {math.sqrt(1.0 - asked.correlation**2)!r} * q",
             ]
         lines += [f"{name} = {name} + {mean!r}" for name, mean in (("q", asked.mean_q), ("k", asked.mean_k)) if mean]
         lines += ["v = rng.standard_normal(k.shape)"]

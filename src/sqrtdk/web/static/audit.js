@@ -140,7 +140,7 @@ function renderDiagram() {
     "diagram",
     `${$("diagram-title").textContent}. Selected: ρ ${show(chosen.saturation_index, 3)}, entropy ratio ${show(chosen.entropy_ratio, 3)}.`,
     (page) => [
-      { type: "scatter", mode: "lines", x: audit.law.map(([rho]) => rho), y: audit.law.map(([, ratio]) => ratio), line: { color: page.soft, width: 1.5, dash: "dot" }, hoverinfo: "skip" },
+      { type: "scatter", mode: "lines", x: audit.law.map(([rho]) => rho), y: audit.law.map(([, ratio]) => ratio), line: { color: page.soft, width: 1.5, dash: "dot", shape: "spline" }, hoverinfo: "skip" },
       {
         type: "scatter", mode: "markers", x: shown.map((head) => head.saturation_index), y: shown.map((head) => head.entropy_ratio),
         customdata: shown.map((head) => key(head.layer, head.head)), text: shown.map((head) => plain(`${head.layer}, head ${head.head}: ${head.pattern}`)),

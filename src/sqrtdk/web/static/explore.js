@@ -89,7 +89,7 @@ function render() {
   renderTable();
   $("python").textContent = answer.python;
   $("timing").textContent =
-    `Computed by ${answer.columns[names()[0]].engine} in ${answer.milliseconds} ms on the server; ${answer.queries} queries, ` +
+    `Computed by ${answer.columns[names()[0]].engine} in ${answer.milliseconds} ms on the server; ${answer.queries === 1 ? "1 query" : `${answer.queries} queries`}, ` +
     `n = ${answer.n}, dₖ = ${answer.d_k}.`;
   $("timing").dataset.milliseconds = answer.milliseconds;
 }
@@ -157,7 +157,7 @@ function renderCondensation() {
       { type: "scatter", mode: "lines", x: expected?.rho ?? [], y: expected?.entropy_ratio ?? [], line: { color: page.soft, width: 3 }, opacity: 0.6, hoverinfo: "skip" },
       ...points.map((point) => ({
         type: "scatter", mode: "markers+text", x: [point.saturation_index], y: [point.entropy_ratio], text: [plain(label(point.name))],
-        textposition: point.saturation_index > 0.7 * reach ? "top left" : "top right", textfont: { color: page.ink, size: 12 }, cliponaxis: false,
+        textposition: point.name === "inverse" ? "bottom right" : point.saturation_index > 0.7 * reach ? "top left" : "top right", textfont: { color: page.ink, size: 12 }, cliponaxis: false,
         marker: { color: point.colour, size: point.name === answer.chosen ? 15 : 11, symbol: SYMBOLS[point.name], line: { color: page.paper, width: 1.5 } },
         hovertemplate: `${plain(label(point.name))}<br>ρ %{x:.3g}, H/ln n %{y:.3g}<extra></extra>`,
       })),

@@ -21,6 +21,8 @@ const known = new Set();
 
 const scaleOf = (run) => String(run.row.scale ?? "");
 const colourOf = (run) => COLOURS[scaleOf(run).split(":")[0]] ?? "#7b8390";
+const groupOf = (run) => (run.row.init && run.row.init !== "unit" ? `${scaleOf(run)}, ${run.row.init}` : scaleOf(run));
+const styleOf = (run) => `${run.row.init} ${run.row.lr}`;
 function nameOf(run) {
   const { scale, d_k, init, lr, seed } = run.row;
   return `${scale} · dₖ ${d_k} · ${init} · lr ${lr} · seed ${seed}`;
@@ -74,25 +76,25 @@ async function refresh() {
 function renderCurves() {
   const curve = $("curve").value;
   const shown = listed().filter((run) => drawn.has(run.key) && curves.has(run.key));
-  const policies = [...new Set(shown.map(scaleOf))];
-  const final = policies.map((policy) => {
-    const losses = shown.filter((run) => scaleOf(run) === policy).map((run) => run.row.final_loss ?? Infinity).sort((a, b) => a - b);
+  const groups = [...new Set(shown.map(groupOf))];
+  const final = groups.map((group) => {
+    const losses = shown.filter((run) => groupOf(run) === group).map((run) => run.row.final_loss ?? Infinity).sort((a, b) => a - b);
     const median = losses[Math.floor((losses.length - 1) / 2)];
-    return `${policy} ${Number.isFinite(median) ? show(median, 3) : "diverged"}`;
+    return `${group} ${Number.isFinite(median) ? show(median, 3) : "diverged"}`;
   });
   $("curves-title").textContent = shown.length ? `Median held-out loss of what is drawn: ${final.join(", ")}` : "Nothing is drawn: tick a run below";
-  $("curves-caption").textContent = `${CURVES[curve]} over training steps, ${shown.length} runs; colour: scaling policy, dash: learning rate.`;
-  const rates = [...new Set(shown.map((run) => run.row.lr))].sort((a, b) => a - b);
+  $("curves-caption").textContent = `${CURVES[curve]} over training steps, ${shown.length} runs; colour: scaling policy, dash: start of the weights and learning rate.`;
+  const styles = [...new Set(shown.map(styleOf))].sort().reverse();
   const legend = new Set();
   draw(
     "curves",
     `${$("curves-caption").textContent} ${$("curves-title").textContent}.`,
     () => shown.map((run) => {
-      const first = !legend.has(scaleOf(run));
-      legend.add(scaleOf(run));
+      const first = !legend.has(groupOf(run));
+      legend.add(groupOf(run));
       return {
-        type: "scatter", mode: "lines", x: curves.get(run.key).step ?? [], y: curves.get(run.key)[curve] ?? [], name: plain(scaleOf(run)), legendgroup: plain(scaleOf(run)), showlegend: first,
-        line: { color: colourOf(run), width: 1.8, dash: DASHES[rates.indexOf(run.row.lr) % DASHES.length] }, opacity: 0.8,
+        type: "scatter", mode: "lines", x: curves.get(run.key).step ?? [], y: curves.get(run.key)[curve] ?? [], name: plain(groupOf(run)), legendgroup: plain(groupOf(run)), showlegend: first,
+        line: { color: colourOf(run), width: 1.8, dash: DASHES[styles.indexOf(styleOf(run)) % DASHES.length] }, opacity: 0.8,
         hovertemplate: `${plain(nameOf(run))}<br>step %{x}: %{y:.4g}<extra></extra>`,
       };
     }),
