@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import ipaddress
+import logging
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -69,6 +70,8 @@ def serve(
             timeout_keep_alive=int(_PATIENCE),
             timeout_graceful_shutdown=_GRACE_SECONDS,
         )
+        # A connection that came in the last moment is cut off; that is no error to tell of.
+        logging.getLogger("uvicorn.error").addFilter(lambda record: "graceful shutdown exceeded" not in record.msg)
         server = _AnnouncedServer(config)
         address = f"http://{_write_host(host)}:{listening.getsockname()[1]}/"
         server.on_start = lambda: announce(address + (f"?token={token}" if token else ""))

@@ -124,6 +124,19 @@ export function read() {
   return state;
 }
 
+/** What is wrong with a number by hand, in words; null if nothing is. The server would refuse it too. */
+export function complain() {
+  for (const [id, name] of [...Object.entries(SLIDERS).map(([id, slider]) => [id, slider.label.split(",")[0]]), ["seed", "seed"], ["parameter", "the parameter"]]) {
+    const input = $(id);
+    if (input.disabled || (id === "parameter" && ($("parameter-field").hidden || !input.value))) continue;
+    if (!input.value || !input.validity.valid) {
+      const kind = input.step === "1" ? "a whole number" : "a number";
+      return `${name} must be ${kind} from ${input.min} to ${input.max}, got ${input.value || "nothing"}`;
+    }
+  }
+  return null;
+}
+
 /** Set the controls; names that are left out are as usual. */
 export function write(state) {
   const complete = { ...usual(), ...state };

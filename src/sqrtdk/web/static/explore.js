@@ -1,7 +1,7 @@
 // The Explore page: asks for the numbers of the present settings and shows them; an old answer never replaces a newer one.
 
 import { axis, draw, logAxis, plain, whenReady } from "./charts.js";
-import { build, read, usual, write } from "./controls.js";
+import { build, complain, read, usual, write } from "./controls.js";
 import { $, ask, make, show, tell } from "./dom.js";
 
 const WAIT = 25;
@@ -36,6 +36,11 @@ async function update() {
   const { source, ...rest } = state;
   document.body.setAttribute("aria-busy", "true");
   try {
+    const fault = complain();
+    if (fault) {
+      tell(new Error(fault));
+      return;
+    }
     let reply;
     if (source === "file") {
       if (!file) {
