@@ -9,6 +9,7 @@ import json
 import re
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from importlib import resources
 from importlib.metadata import version
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from anyio import CapacityLimiter, to_thread
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -84,7 +84,7 @@ class _Site:
     def __init__(self, store: Path | None, audit: Path | None) -> None:
         self._store, self._audit = store, audit
         # One answer at a time has all the cores; the slow expectations never hold up the quick ones.
-        self._quick, self._slow, self._files = CapacityLimiter(1), CapacityLimiter(1), CapacityLimiter(2)
+        self._quick, self._slow, self._files = (_Worker(name) for name in ("explore", "expected", "files"))
 
     async def options(self, request: Request) -> Response:
         _read_query(request, ())
@@ -117,23 +117,29 @@ class _Site:
         keys = [key for key in _read_query(request, ("keys",)).get("keys", "").split(",") if key]
         return await self._compute(request, self._files, lambda: {"curves": read_curves(self._store, keys)})
 
-    async def _compute(
-        self, request: Request, threads: CapacityLimiter, work: Callable[[], dict[str, Any]]
-    ) -> Response:
+    async def _compute(self, request: Request, worker: _Worker, work: Callable[[], dict[str, Any]]) -> Response:
         try:
             async with asyncio.timeout(_WAITING_SECONDS):
-                await threads.acquire()
+                await worker.free.acquire()
         except TimeoutError:
             raise HTTPException(503, "the server is busy; ask again") from None
         try:
             if await request.is_disconnected():  # a newer question has taken this one's place
                 return Response(status_code=499)
             began = time.perf_counter()
-            body = await to_thread.run_sync(lambda: _dump(work()))
+            body = await asyncio.get_running_loop().run_in_executor(worker.thread, lambda: _dump(work()))
             took = 1000.0 * (time.perf_counter() - began)
         finally:
-            threads.release()
+            worker.free.release()
         return _json_bytes(body, {"server-timing": f"compute;dur={took:.1f}"})
+
+
+class _Worker:
+    """One thread that stays, and who may use it next: threads that come and go leave their memory behind."""
+
+    def __init__(self, name: str) -> None:
+        self.thread = ThreadPoolExecutor(1, f"sqrtdk-{name}")
+        self.free = asyncio.Lock()
 
 
 def _explore(asked: Experiment) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,6 +21,10 @@ SOURCES = ("random", "scores", "file")
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 TRIO = ("none", "sqrt", "inverse")
 """The three that always stand side by side."""
+
+# Python would also read "1_000", other scripts' digits and "nan".
+_WHOLE = r"[+-]?\d+"
+_NUMBER = r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?"
 
 
 class Bounds(NamedTuple):
@@ -40,10 +45,9 @@ class Bounds(NamedTuple):
         expected = f"{name} must be {kind} from {self.least:g} to {self.largest:g}"
         if len(text) > 40:
             raise InvalidValueError(f"{expected}, got {len(text)} characters")
-        try:
-            value = int(text) if self.whole else float(text)
-        except ValueError:
-            raise InvalidValueError(f"{expected}, got {text!r}") from None
+        if not re.fullmatch(_WHOLE if self.whole else _NUMBER, text, re.ASCII):
+            raise InvalidValueError(f"{expected}, got {text!r}")
+        value = int(text) if self.whole else float(text)
         if not self.least <= value <= self.largest:
             raise InvalidValueError(f"{expected}, got {text}")
         return value
