@@ -95,6 +95,7 @@ def broken_line(rng):
             b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
             b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
             b"OPTIONS * HTTP/1.1\r\nHost: localhost\r\n\r\n",
+            b"DELETE / HTTP/1.1\r\nHost: localhost\r\n\r\n",
             b"CONNECT evil.example:443 HTTP/1.1\r\nHost: evil.example\r\n\r\n",
             b"GET http://evil.example/ HTTP/1.1\r\nHost: evil.example\r\n\r\n",
             b"GET / HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
@@ -134,8 +135,10 @@ def send(port, seed):
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
             connection.sendall(request)
-            connection.shutdown(socket.SHUT_WR)
-            connection.settimeout(0.25 if request.startswith(b"POST") else 5)
+            if KINDS[seed % len(KINDS)] in (random_bytes, cut_off):
+                connection.shutdown(socket.SHUT_WR)
+            # Who declared more than he sent gets no answer yet, and hangs up.
+            connection.settimeout(5.0 if request.startswith(b"GET") else 0.1)
             return connection.recv(200)
     except (ConnectionError, TimeoutError, OSError):
         return b""

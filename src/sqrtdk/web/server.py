@@ -82,11 +82,11 @@ def serve(
 
 
 def _bind(host: str, port: int) -> socket.socket:
+    if not 0 <= port <= 65535:
+        raise InvalidValueError(f"port must be from 0 to 65535, got {port}")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=_MOST_CONNECTIONS)
-    except OverflowError:
-        raise InvalidValueError(f"port must be from 0 to 65535, got {port}") from None
     except PermissionError:
         raise InvalidValueError(f"port must be one that this user may open, got {port}; try 8000") from None
     except socket.gaierror as error:

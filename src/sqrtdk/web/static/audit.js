@@ -94,39 +94,50 @@ function renderHead() {
   renderCounterfactual();
 }
 
+const rowsOf = (head) => audit.rows?.find((one) => one.layer === head.layer && one.head === head.head);
+
 function renderRows() {
-  const own = audit.rows?.find((one) => one.layer === chosen.layer && one.head === chosen.head);
-  const statistic = "entropy_ratio" in (own?.histograms ?? {}) && !($("statistic").value in own.histograms) ? "entropy_ratio" : $("statistic").value;
-  const histogram = own?.histograms?.[statistic];
+  const histograms = rowsOf(chosen)?.histograms ?? {};
+  const statistic = $("statistic").value in histograms ? $("statistic").value : "entropy_ratio";
+  const histogram = histograms[statistic];
   $("rows-figure").hidden = !histogram;
   if (!histogram) return;
+  const { edges, counts } = histogram;
   const quantity = audit.quantities.find((one) => one.key === statistic);
-  const total = histogram.counts.reduce((sum, count) => sum + count, 0);
-  $("rows-title").textContent = `${quantity.name} of its ${total} rows`;
-  const middles = histogram.low.map((low, i) => (low + histogram.high[i]) / 2);
+  const total = counts.reduce((sum, count) => sum + count, 0);
+  // Bars of equal area per row: the bins are not equally wide.
+  const widths = counts.map((_, i) => edges[i + 1] - edges[i]);
+  const single = widths.every((width) => width === 0);
+  $("rows-title").textContent = `The ${quantity.name} of its ${total} rows lies between ${show(edges[0], 3)} and ${show(edges.at(-1), 3)}`;
+  $("rows").dataset.counts = counts.join(",");
   draw(
     "rows",
-    `Distribution of ${quantity.name} over ${total} rows, from ${show(histogram.low[0], 3)} to ${show(histogram.high.at(-1), 3)}.`,
-    (page) => [{ type: "bar", x: middles, y: histogram.counts, width: histogram.low.map((low, i) => histogram.high[i] - low), marker: { color: page.accent, line: { width: 0 } }, hovertemplate: "%{x:.3g}: %{y} rows<extra></extra>" }],
-    () => ({ bargap: 0, xaxis: axis(quantity.name), yaxis: axis("rows") }),
+    `${$("rows-title").textContent}.`,
+    (page) => [
+      {
+        type: "bar", x: counts.map((_, i) => (edges[i] + edges[i + 1]) / 2), y: counts.map((count, i) => (single ? count : widths[i] ? count / total / widths[i] : 0)),
+        width: single ? null : widths, customdata: counts, marker: { color: page.accent, line: { color: page.paper, width: 0.5 } }, hovertemplate: "around %{x:.3g}: %{customdata} rows<extra></extra>",
+      },
+    ],
+    () => ({ bargap: 0, xaxis: axis(quantity.name), yaxis: axis(single ? "rows" : "density of rows", { rangemode: "tozero" }) }),
   );
 }
 
 function renderCounterfactual() {
-  const own = (audit.counterfactual ?? []).filter((one) => one.layer === chosen.layer && one.head === chosen.head && (one.change === "temperature" || one.change === "none"));
-  $("counterfactual-figure").hidden = own.length < 2;
-  if (own.length < 2) return;
-  const points = own.map((one) => ({ at: one.change === "none" ? 1 : one.value, ...one })).sort((a, b) => a.at - b.at);
-  const [first, last] = [points[0], points.at(-1)];
-  $("counterfactual-title").textContent = `Entropy ratio from ${show(first.entropy_ratio, 3)} at τ × ${show(first.at, 3)} to ${show(last.entropy_ratio, 3)} at τ × ${show(last.at, 3)}`;
+  const own = rowsOf(chosen);
+  const times = own?.temperatures ?? [];
+  $("counterfactual-figure").hidden = times.length < 2;
+  if (times.length < 2) return;
+  const { entropy_ratio, jacobian_trace } = own;
+  $("counterfactual-title").textContent = `Its entropy ratio goes from ${show(entropy_ratio[0], 3)} at ${show(times[0])} times its temperature to ${show(entropy_ratio.at(-1), 3)} at ${show(times.at(-1))} times`;
   draw(
     "counterfactual",
-    $("counterfactual-title").textContent,
+    `${$("counterfactual-title").textContent}.`,
     (page) => [
-      { type: "scatter", mode: "lines+markers", x: points.map((p) => p.at), y: points.map((p) => p.entropy_ratio), name: "H/ln n", line: { color: page.accent, width: 2.5 } },
-      { type: "scatter", mode: "lines+markers", x: points.map((p) => p.at), y: points.map((p) => p.jacobian_trace), name: "1 − Σp²", line: { color: "#d55e00", width: 2, dash: "dash" } },
+      { type: "scatter", mode: "lines+markers", x: times, y: entropy_ratio, name: "entropy ratio H/ln n", line: { color: page.accent, width: 2.5 } },
+      { type: "scatter", mode: "lines+markers", x: times, y: jacobian_trace, name: "1 − Σp²", line: { color: "#d55e00", width: 2, dash: "dash" }, marker: { symbol: "square" } },
     ],
-    () => ({ xaxis: axis("temperature, times the model's own", { type: "log", tickvals: points.map((p) => p.at) }), yaxis: axis("", { range: [-0.03, 1.05] }), showlegend: true, legend: { orientation: "h", y: 1.15 } }),
+    () => ({ xaxis: axis("times the model's own temperature", { type: "log", tickvals: times, ticktext: times.map((t) => show(t)) }), yaxis: axis("", { range: [-0.03, 1.05] }), showlegend: true, legend: { orientation: "h", y: 1.16 } }),
   );
 }
 
@@ -211,9 +222,8 @@ async function start() {
     renderMap();
     if (chosen) renderRows();
   });
-  const missing = [audit.rows?.length ? null : "row distributions", audit.counterfactual?.length ? null : "curves over temperature"].filter(Boolean);
-  $("not-recorded").hidden = !missing.length;
-  $("not-recorded").textContent = `This record has no ${missing.join(" and no ")}; an audit made anew with this version has them.`;
+  $("not-recorded").hidden = Boolean(audit.rows?.length);
+  $("not-recorded").textContent = "This record does not say how rows are distributed, nor what they would do at other temperatures; an audit made anew does.";
   renderPatterns();
   renderFindings();
   renderScale();
