@@ -9,6 +9,7 @@ import pytest
 from sqrtdk.errors import InvalidValueError
 from sqrtdk.lab.spec import RunSpec
 from sqrtdk.lab.store import CURVES, RunRecord, Store
+from sqrtdk.report.palette import NEUTRAL, policy_colour
 from sqrtdk.web import make_app
 from sqrtdk.web.runs import MOST_CURVES, MOST_RUNS, list_runs, read_curves
 from web_client import Client
@@ -37,6 +38,22 @@ def test_runs_and_curves_are_those_of_the_store(path):
     with Store(path) as store:
         for seed, key in zip((2, 1, 0), keys, strict=True):
             assert curves[key] == store.get(RunSpec(seed=seed)).curves
+
+
+@pytest.mark.parametrize(
+    ("scale", "colour", "label"),
+    [
+        ("none", policy_colour("none"), "no scaling"),
+        ("temperature:0.5", policy_colour("temperature:0.5"), "temperature:0.5"),
+        ("temperature:<b>", NEUTRAL, "temperature:<b>"),
+        ("__proto__", NEUTRAL, "__proto__"),
+    ],
+)
+def test_runs_have_the_colours_of_the_report(tmp_path, scale, colour, label):
+    with Store(tmp_path / "runs.sqlite") as store:
+        store.put(RunSpec(), RunRecord({"status": "done", "scale": scale}))
+    (run,) = list_runs(tmp_path / "runs.sqlite")["runs"]
+    assert (run["colour"], run["label"]) == (colour, label)
 
 
 def test_the_list_is_left_out_while_nothing_changes(path):

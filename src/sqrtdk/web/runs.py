@@ -11,6 +11,7 @@ from typing import Any
 
 from sqrtdk.errors import InvalidValueError
 from sqrtdk.lab.store import APPLICATION_ID, CURVES, STORE_VERSION
+from sqrtdk.report.palette import NEUTRAL, policy_colour, policy_label
 
 MOST_RUNS = 1000
 MOST_CURVES = 64
@@ -51,12 +52,24 @@ def list_runs(path: Path | None, version: str | None = None) -> dict[str, Any]:
                 "SELECT key, status, row, finished FROM runs ORDER BY finished DESC, key LIMIT ?", (MOST_RUNS,)
             ).fetchall()
         runs = [
-            {"key": key, "status": status, "row": json.loads(row), "finished": finished}
+            {"key": key, "status": status, "finished": finished, **_describe(json.loads(row))}
             for key, status, row, finished in rows
         ]
     except (sqlite3.DatabaseError, ValueError) as error:
         return {"state": "unreadable", "message": f"{path.name} cannot be read: {error}"}
     return {"state": "ready", "version": current, "total": total, "runs": runs}
+
+
+def _describe(row: Any) -> dict[str, Any]:
+    """A run's row with the colour and the name of its policy."""
+    if not isinstance(row, dict):
+        raise ValueError("a row of it is no record")
+    scale = str(row.get("scale", ""))
+    try:
+        colour = policy_colour(scale)
+    except ValueError:  # the parameter of a name that nobody checked
+        colour = NEUTRAL
+    return {"row": row, "colour": colour, "label": policy_label(scale)}
 
 
 def read_curves(path: Path | None, keys: Sequence[str]) -> dict[str, dict[str, Any]]:

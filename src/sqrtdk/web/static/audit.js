@@ -105,21 +105,20 @@ function renderRows() {
   const { edges, counts } = histogram;
   const quantity = audit.quantities.find((one) => one.key === statistic);
   const total = counts.reduce((sum, count) => sum + count, 0);
-  // Bars of equal area per row: the bins are not equally wide.
-  const widths = counts.map((_, i) => edges[i + 1] - edges[i]);
-  const single = widths.every((width) => width === 0);
   $("rows-title").textContent = `The ${quantity.name} of its ${total} rows lies between ${show(edges[0], 3)} and ${show(edges.at(-1), 3)}`;
   $("rows").dataset.counts = counts.join(",");
+  // Bins are drawn equally wide with their borders as ticks, as they grow with the numbers in them.
+  const shown = edges.map((_, i) => i).filter((i) => i % Math.ceil(edges.length / 5) === 0);
   draw(
     "rows",
     `${$("rows-title").textContent}.`,
     (page) => [
       {
-        type: "bar", x: counts.map((_, i) => (edges[i] + edges[i + 1]) / 2), y: counts.map((count, i) => (single ? count : widths[i] ? count / total / widths[i] : 0)),
-        width: single ? null : widths, customdata: counts, marker: { color: page.accent, line: { color: page.paper, width: 0.5 } }, hovertemplate: "around %{x:.3g}: %{customdata} rows<extra></extra>",
+        type: "bar", x: counts.map((_, i) => i + 0.5), y: counts, width: 1, marker: { color: page.accent, line: { color: page.paper, width: 1 } },
+        text: counts.map((count, i) => `${count} rows from ${show(edges[i], 3)} to ${show(edges[i + 1], 3)}`), textposition: "none", hovertemplate: "%{text}<extra></extra>",
       },
     ],
-    () => ({ bargap: 0, xaxis: axis(quantity.name), yaxis: axis(single ? "rows" : "density of rows", { rangemode: "tozero" }) }),
+    () => ({ bargap: 0, xaxis: axis(quantity.name, { tickvals: shown, ticktext: shown.map((i) => show(edges[i], 2)), showgrid: false }), yaxis: axis("rows", { rangemode: "tozero" }) }),
   );
 }
 

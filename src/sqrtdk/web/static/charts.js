@@ -52,14 +52,21 @@ function render(id) {
     xaxis: { fixedrange: true, ...shared, ...own.xaxis },
     yaxis: { fixedrange: true, ...shared, ...own.yaxis },
   };
-  window.Plotly.react(id, traces(palette), complete, { displayModeBar: false, responsive: true });
+  const element = document.getElementById(id);
+  window.Plotly.react(element, traces(palette), complete, { displayModeBar: false });
+  sizes.observe(element);
 }
 
-export function forget(id) {
-  drawn.delete(id);
-}
+// A figure that appears or goes changes the width of those beside it.
+const sizes = new ResizeObserver((entries) => {
+  for (const { target } of entries) {
+    const { width, height } = target.getBoundingClientRect();
+    const own = target._fullLayout;
+    if (width && own && (Math.abs(own.width - width) > 1 || Math.abs(own.height - height) > 1)) window.Plotly.Plots.resize(target);
+  }
+});
 
-dark.addEventListener("change", () => drawn.forEach((_, id) => render(id)));
+dark.addEventListener("change", () => drawn.forEach((_, id) => document.getElementById(id) && render(id)));
 
 /** Plotly's script is deferred like the page's own, but larger. */
 export function whenReady() {

@@ -161,8 +161,8 @@ function renderCondensation() {
       { type: "scatter", mode: "lines", x: answer.law.rho, y: answer.law.entropy_ratio, line: { color: page.ink, width: 1.5, dash: "dot" }, hoverinfo: "skip" },
       { type: "scatter", mode: "lines", x: expected?.rho ?? [], y: expected?.entropy_ratio ?? [], line: { color: page.soft, width: 3 }, opacity: 0.6, hoverinfo: "skip" },
       ...points.map((point) => ({
-        type: "scatter", mode: "markers+text", x: [point.saturation_index], y: [point.entropy_ratio], text: [plain(label(point.name))],
-        textposition: point.name === "inverse" ? "bottom right" : point.saturation_index > 0.7 * reach ? "top left" : "top right", textfont: { color: page.ink, size: 12 }, cliponaxis: false,
+        type: "scatter", mode: "markers+text", x: [point.saturation_index], y: [point.entropy_ratio], text: [`  ${plain(label(point.name))}  `],
+        textposition: point.name === "inverse" ? "top center" : point.saturation_index > 0.6 * reach ? "top left" : "middle right", textfont: { color: page.ink, size: 12 }, cliponaxis: false,
         marker: { color: point.colour, size: point.name === answer.chosen ? 15 : 11, symbol: SYMBOLS[point.name], line: { color: page.paper, width: 1.5 } },
         hovertemplate: `${plain(label(point.name))}<br>ρ %{x:.3g}, H/ln n %{y:.3g}<extra></extra>`,
       })),

@@ -6,7 +6,6 @@ import { $, ask, make, show, tell } from "./dom.js";
 const EVERY = 2000;
 const FIRST_DRAWN = 24;
 const MOST_AT_ONCE = 64;
-const COLOURS = { none: "#d55e00", sqrt: "#1f83c9", inverse: "#009e73", fixed: "#b08900", temperature: "#c0609a", mup: "#6a8f1f", log_n: "#8a63d2", yarn: "#a0522d", llama4: "#4c6ef5", cosine: "#0f9fb0", qk_norm: "#d6336c", learned: "#a845c4", query: "#9a7d0a", position: "#93705f" };
 const CURVES = {
   loss: "training loss", accuracy: "training accuracy", entropy_ratio: "entropy ratio H/ln n", saturation_index: "saturation index ρ",
   jacobian_trace: "1 − Σp²", grad_q: "gradient of W_q", grad_k: "gradient of W_k",
@@ -20,8 +19,7 @@ const drawn = new Set();
 const known = new Set();
 
 const scaleOf = (run) => String(run.row.scale ?? "");
-const colourOf = (run) => COLOURS[scaleOf(run).split(":")[0]] ?? "#7b8390";
-const groupOf = (run) => (run.row.init && run.row.init !== "unit" ? `${scaleOf(run)}, ${run.row.init}` : scaleOf(run));
+const groupOf = (run) => (run.row.init && run.row.init !== "unit" ? `${run.label} (${run.row.init})` : run.label);
 const styleOf = (run) => `${run.row.init} ${run.row.lr}`;
 function nameOf(run) {
   const { scale, d_k, init, lr, seed } = run.row;
@@ -49,10 +47,10 @@ async function look() {
         if (!known.has(run.key) && drawn.size < FIRST_DRAWN) drawn.add(run.key);
         known.add(run.key);
       }
-      const counts = Object.entries(Object.groupBy ? Object.groupBy(runs, (run) => run.status) : {}).map(([status, some]) => `${some.length} ${status}`);
+      const counts = [...new Set(runs.map((run) => run.status))].map((status) => `${runs.filter((run) => run.status === status).length} ${status}`);
       const latest = runs.length ? new Date(1000 * runs[0].finished).toLocaleTimeString() : "";
       $("state").textContent = runs.length
-        ? `${reply.total} finished runs${counts.length ? ` (${counts.join(", ")})` : ""}, the latest at ${latest}. New ones appear by themselves.`
+        ? `${reply.total} finished runs (${counts.join(", ")}), the latest at ${latest}. New ones appear by themselves.`
         : "The store has no finished run yet. New ones appear by themselves.";
       await refresh();
     }
@@ -79,7 +77,7 @@ function renderCurves() {
   const groups = [...new Set(shown.map(groupOf))];
   const final = groups.map((group) => {
     const losses = shown.filter((run) => groupOf(run) === group).map((run) => run.row.final_loss ?? Infinity).sort((a, b) => a - b);
-    const median = losses[Math.floor((losses.length - 1) / 2)];
+    const median = (losses[Math.floor((losses.length - 1) / 2)] + losses[Math.floor(losses.length / 2)]) / 2;
     return `${group} ${Number.isFinite(median) ? show(median, 3) : "diverged"}`;
   });
   $("curves-title").textContent = shown.length ? `Median held-out loss of what is drawn: ${final.join(", ")}` : "Nothing is drawn: tick a run below";
@@ -94,7 +92,7 @@ function renderCurves() {
       legend.add(groupOf(run));
       return {
         type: "scatter", mode: "lines", x: curves.get(run.key).step ?? [], y: curves.get(run.key)[curve] ?? [], name: plain(groupOf(run)), legendgroup: plain(groupOf(run)), showlegend: first,
-        line: { color: colourOf(run), width: 1.8, dash: DASHES[styles.indexOf(styleOf(run)) % DASHES.length] }, opacity: 0.8,
+        line: { color: run.colour, width: 1.8, dash: DASHES[styles.indexOf(styleOf(run)) % DASHES.length] }, opacity: 0.8,
         hovertemplate: `${plain(nameOf(run))}<br>step %{x}: %{y:.4g}<extra></extra>`,
       };
     }),
@@ -116,7 +114,7 @@ function renderTable() {
     });
     const { row } = run;
     const scale = make("td", {}, make("span", { class: "dot" }), scaleOf(run));
-    scale.firstChild.style.setProperty("--own", colourOf(run));
+    scale.firstChild.style.setProperty("--own", run.colour);
     const number = (name, value) => make("td", { class: "number", "data-quantity": name, "data-value": value }, typeof value === "number" ? show(value) : value ?? "–");
     return make("tr", { "data-key": run.key }, make("td", {}, box), scale, number("d_k", row.d_k), make("td", {}, row.init ?? ""), number("lr", row.lr), number("seed", row.seed), make("td", {}, row.message ? `${run.status}: ${row.message}` : run.status), number("final_loss", row.final_loss), number("final_accuracy", row.final_accuracy), make("td", {}, row.solved ? "yes" : "no"), make("td", {}, new Date(1000 * run.finished).toLocaleString()));
   });
