@@ -2,6 +2,7 @@
 
 import sqlite3
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,37 @@ def test_a_store_may_come_later(tmp_path):
         store.put(RunSpec(), record(0.5))
         (run,) = client.get("/api/runs").json["runs"]
         assert client.get("/api/curves", {"keys": run["key"]}).json["curves"][run["key"]]["loss"] == [0.5, 1.5, 2.5]
+
+
+def test_runs_in_training_are_shown_until_they_are_finished(path, monkeypatch):
+    spec, curves = RunSpec(scale="none", seed=50), {"step": [0, 10], "loss": [3.0, float("nan")]}
+    client = Client(make_app(store=path))
+    with Store(path) as store:
+        store.put_running(spec, 17, curves)
+        answer = client.get("/api/runs").json
+        (one,) = answer["running"]
+        assert (one["key"], one["step"], one["row"]["seed"], one["label"]) == (spec.key, 17, 50, "no scaling")
+        assert one["curves"] == {"step": [0, 10], "loss": [3.0, None]}
+        assert client.get("/api/runs", {"version": answer["version"]}).json["unchanged"]
+        store.put_running(spec, 18, curves)
+        assert client.get("/api/runs", {"version": answer["version"]}).json["running"][0]["step"] == 18
+        assert store.get(spec) is None
+        assert len(store) == 3
+        now = time.time()
+        monkeypatch.setattr("sqrtdk.web.runs.time.time", lambda: now + 60)  # its trainer was killed
+        assert client.get("/api/runs").json["running"] == []
+        monkeypatch.undo()
+        store.put(spec, record(0.3))
+        assert client.get("/api/runs").json["running"] == []
+
+
+def test_a_store_made_before_runs_were_followed_is_read(path):
+    with sqlite3.connect(path) as connection:
+        connection.execute("DROP TABLE running")
+    assert list_runs(path)["running"] == []
+    with Store(path) as store:
+        store.put_running(RunSpec(), 1, {})
+    assert len(list_runs(path)["running"]) == 1
 
 
 def test_what_is_no_store_is_told(tmp_path):

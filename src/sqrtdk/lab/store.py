@@ -52,6 +52,15 @@ CREATE TABLE IF NOT EXISTS records (
     PRIMARY KEY (kind, spec_hash)
 )
 """,
+    """
+CREATE TABLE IF NOT EXISTS running (
+    key TEXT PRIMARY KEY,
+    spec TEXT NOT NULL,
+    step INTEGER NOT NULL,
+    curves TEXT NOT NULL,
+    seen REAL NOT NULL
+)
+""",
 )
 
 
@@ -131,6 +140,16 @@ class Store:
         )
         with _in_words(self._path):
             self._connection.execute("INSERT OR REPLACE INTO runs VALUES (?, ?, ?, ?, ?, ?, ?)", values)
+            self._connection.execute("DELETE FROM running WHERE key = ?", (spec.key,))
+
+    def put_running(self, spec: RunSpec, step: int, curves: Mapping[str, Sequence[float]]) -> None:
+        """Show how far an unfinished run is, until it is put; for those who look on, never taken for a result."""
+        if self._path is None:
+            return
+        written = json.dumps({name: list(values) for name, values in curves.items()})
+        values = (spec.key, json.dumps(spec.as_dict()), step, written, time.time())
+        with _in_words(self._path):
+            self._connection.execute("INSERT OR REPLACE INTO running VALUES (?, ?, ?, ?, ?)", values)
 
     def put_record(self, record: Record) -> None:
         """Keep a finished record in place of one of the same kind and spec; committed when this returns."""

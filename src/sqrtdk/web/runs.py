@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import time
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -16,6 +17,8 @@ from sqrtdk.report.palette import NEUTRAL, policy_colour, policy_label
 MOST_RUNS = 1000
 MOST_CURVES = 64
 _BUSY_SECONDS = 1.0
+# A run that has not been heard of for so long was killed.
+_SILENT_SECONDS = 30.0
 
 
 def list_runs(path: Path | None, version: str | None = None) -> dict[str, Any]:
@@ -27,7 +30,8 @@ def list_runs(path: Path | None, version: str | None = None) -> dict[str, Any]:
 
     Returns:
         `state` "none", "waiting" (the file is not there yet, or is just being made), "ready" or "unreadable", a
-        `message` for all but "ready", and there `version`, `total` and `runs`.
+        `message` for all but "ready", and there `version`, `total`, `runs` and those that are `running`, with their
+        curves so far.
 
     >>> list_runs(None)["state"]
     'none'
@@ -45,7 +49,8 @@ def list_runs(path: Path | None, version: str | None = None) -> dict[str, Any]:
             if not _is_made(connection, path):
                 return {"state": "waiting", "message": f"{path.name} is just being made."}
             total, latest = connection.execute("SELECT COUNT(*), MAX(finished) FROM runs").fetchone()
-            current = f"{total}-{latest}"
+            unfinished = _read_running(connection)
+            current = f"{total}-{latest}-{max((seen for *_, seen in unfinished), default=0)}"
             if current == version:
                 return {"state": "ready", "version": current, "unchanged": True}
             rows = connection.execute(
@@ -55,9 +60,23 @@ def list_runs(path: Path | None, version: str | None = None) -> dict[str, Any]:
             {"key": key, "status": status, "finished": finished, **_describe(json.loads(row))}
             for key, status, row, finished in rows
         ]
+        running = [
+            {"key": key, "step": step, "curves": _pick(json.loads(curves)), **_describe(json.loads(spec))}
+            for key, spec, step, curves, _ in unfinished
+        ]
     except (sqlite3.DatabaseError, ValueError) as error:
         return {"state": "unreadable", "message": f"{path.name} cannot be read: {error}"}
-    return {"state": "ready", "version": current, "total": total, "runs": runs}
+    return {"state": "ready", "version": current, "total": total, "runs": runs, "running": running}
+
+
+def _read_running(connection: sqlite3.Connection) -> list[tuple[str, str, int, str, float]]:
+    """Runs that are being trained: key, spec, step, curves so far, and when they were heard of."""
+    if not connection.execute("SELECT COUNT(*) FROM sqlite_master WHERE name = 'running'").fetchone()[0]:
+        return []  # a store of before there were such
+    return connection.execute(
+        "SELECT key, spec, step, curves, seen FROM running WHERE seen > ? ORDER BY key LIMIT ?",
+        (time.time() - _SILENT_SECONDS, MOST_CURVES),
+    ).fetchall()
 
 
 def _describe(row: Any) -> dict[str, Any]:
@@ -89,11 +108,11 @@ def read_curves(path: Path | None, keys: Sequence[str]) -> dict[str, dict[str, A
         curves = {key: json.loads(text) for key, text in rows}
     except (sqlite3.DatabaseError, ValueError) as error:
         raise InvalidValueError(f"store must be readable, got {path.name}: {error}") from None
-    return {
-        key: {name: own[name] for name in CURVES if isinstance(own.get(name), list)}
-        for key, own in curves.items()
-        if isinstance(own, dict)
-    }
+    return {key: _pick(own) for key, own in curves.items()}
+
+
+def _pick(curves: Any) -> dict[str, list[Any]]:
+    return {name: curves[name] for name in CURVES if isinstance(curves, dict) and isinstance(curves.get(name), list)}
 
 
 def _connect(path: Path) -> sqlite3.Connection:

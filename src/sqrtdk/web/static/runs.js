@@ -14,6 +14,7 @@ const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
 
 let version = null;
 let runs = [];
+let running = [];
 const curves = new Map();
 const drawn = new Set();
 const known = new Set();
@@ -38,20 +39,22 @@ async function look() {
     $("content").hidden = reply.state !== "ready";
     if (reply.state !== "ready") {
       version = null;
-      runs = [];
+      runs = running = [];
       $("state").textContent = reply.message;
     } else if (!reply.unchanged) {
       version = reply.version;
       runs = reply.runs;
+      running = reply.running;
       for (const run of runs) {
         if (!known.has(run.key) && drawn.size < FIRST_DRAWN) drawn.add(run.key);
         known.add(run.key);
       }
       const counts = [...new Set(runs.map((run) => run.status))].map((status) => `${runs.filter((run) => run.status === status).length} ${status}`);
       const latest = runs.length ? new Date(1000 * runs[0].finished).toLocaleTimeString() : "";
+      const working = running.length ? ` In training: ${running.map((run) => `${groupOf(run)}, seed ${run.row.seed}, step ${run.step} of ${run.row.steps}`).join("; ")}.` : "";
       $("state").textContent = runs.length
-        ? `${reply.total} finished runs (${counts.join(", ")}), the latest at ${latest}. New ones appear by themselves.`
-        : "The store has no finished run yet. New ones appear by themselves.";
+        ? `${reply.total} finished runs (${counts.join(", ")}), the latest at ${latest}. New ones appear by themselves.${working}`
+        : `The store has no finished run yet. New ones appear by themselves.${working}`;
       await refresh();
     }
     document.body.dataset.looked = String(Number(document.body.dataset.looked ?? 0) + 1);
@@ -74,25 +77,26 @@ async function refresh() {
 function renderCurves() {
   const curve = $("curve").value;
   const shown = listed().filter((run) => drawn.has(run.key) && curves.has(run.key));
+  const every = [...shown, ...running.filter((run) => runs.every((one) => one.key !== run.key))];
   const groups = [...new Set(shown.map(groupOf))];
   const final = groups.map((group) => {
     const losses = shown.filter((run) => groupOf(run) === group).map((run) => run.row.final_loss ?? Infinity).sort((a, b) => a - b);
     const median = (losses[Math.floor((losses.length - 1) / 2)] + losses[Math.floor(losses.length / 2)]) / 2;
     return `${group} ${Number.isFinite(median) ? show(median, 3) : "diverged"}`;
   });
-  $("curves-title").textContent = shown.length ? `Median held-out loss of what is drawn: ${final.join(", ")}` : "Nothing is drawn: tick a run below";
-  $("curves-caption").textContent = `${CURVES[curve]} over training steps, ${shown.length} runs; colour: scaling policy, dash: start of the weights and learning rate.`;
-  const styles = [...new Set(shown.map(styleOf))].sort().reverse();
+  $("curves-title").textContent = !shown.length && running.length ? "Training" : shown.length ? `Median held-out loss of what is drawn: ${final.join(", ")}` : "Nothing is drawn: tick a run below";
+  $("curves-caption").textContent = `${CURVES[curve]} over training steps, ${shown.length} finished runs${running.length ? ` and ${running.length} in training (thick)` : ""}; colour: scaling policy, dash: start of the weights and learning rate.`;
+  const styles = [...new Set(every.map(styleOf))].sort().reverse();
   const legend = new Set();
   draw(
     "curves",
     `${$("curves-caption").textContent} ${$("curves-title").textContent}.`,
-    () => shown.map((run) => {
+    () => every.map((run) => {
       const first = !legend.has(groupOf(run));
       legend.add(groupOf(run));
       return {
-        type: "scatter", mode: "lines", x: curves.get(run.key).step ?? [], y: curves.get(run.key)[curve] ?? [], name: plain(groupOf(run)), legendgroup: plain(groupOf(run)), showlegend: first,
-        line: { color: run.colour, width: 1.8, dash: DASHES[styles.indexOf(styleOf(run)) % DASHES.length] }, opacity: 0.8,
+        type: "scatter", mode: "lines", x: (run.curves ?? curves.get(run.key)).step ?? [], y: (run.curves ?? curves.get(run.key))[curve] ?? [], name: plain(groupOf(run)), legendgroup: plain(groupOf(run)), showlegend: first,
+        line: { color: run.colour, width: run.curves ? 3.5 : 1.8, dash: DASHES[styles.indexOf(styleOf(run)) % DASHES.length] }, opacity: 0.8,
         hovertemplate: `${plain(nameOf(run))}<br>step %{x}: %{y:.4g}<extra></extra>`,
       };
     }),
