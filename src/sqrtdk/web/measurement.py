@@ -217,9 +217,6 @@ def expect(asked: Experiment) -> dict[str, Any]:
     """The exact averages at this dₖ and n: the curve over ρ, and the scales' own for standard normal q and k.
 
     It takes a second for a size that is new, so that the page asks for it apart.
-
-    >>> round(expect(Experiment(d_k=4, n=16))["columns"]["none"]["sum_p2"], 3)
-    0.379
     """
     d_k, n = asked.d_k, asked.n
     rows = expect_rows(d_k, n)
