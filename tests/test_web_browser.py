@@ -373,6 +373,12 @@ def test_the_audit_page_shows_the_record(browser, server):
             "#head-numbers td", "all => all.map(one => [one.dataset.quantity, one.dataset.value])"
         ):
             assert float(value) == getattr(head, quantity)
+        (rows,) = (one for one in audit.rows if (one.layer, one.head) == (head.layer, head.head))
+        page.select_option("#statistic", "saturation_index")
+        drawn = page.evaluate("document.querySelector('#rows').data[0].y")
+        assert drawn == rows.histograms["saturation_index"]["counts"]
+        curves = page.evaluate("document.querySelector('#counterfactual').data.map(one => [one.x, one.y])")
+        assert curves == [[rows.temperatures, rows.entropy_ratio], [rows.temperatures, rows.jacobian_trace]]
         page.click("#patterns button:has-text('sink')")
         assert page.locator("#map button:not(.dim)").count() == audit.pattern_counts["sink"]
         assert errors == []
@@ -432,7 +438,7 @@ def test_fifty_hostile_names_do_not_execute(browser, tmp_path):
                 assert page.evaluate("window.hacked") is None
                 assert (
                     page.evaluate(
-                        "document.querySelectorAll('iframe, object, base, form, b, img, script:not([src])').length"
+                        "document.querySelectorAll('iframe, object, base, form, main b, img, script:not([src])').length"
                     )
                     == 0
                 )
@@ -456,6 +462,11 @@ def test_runs_appear_while_the_store_is_written(browser, tmp_path):
                 page.wait_for_selector(f'tr[data-key="{spec.key}"]', timeout=30000)
                 cell = page.locator(f'tr[data-key="{spec.key}"] td[data-quantity="final_loss"]')
                 assert float(cell.get_attribute("data-value")) == 1.25 + seed
-        page.wait_for_function("document.querySelector('#curves').data?.length === 3", timeout=30000)
+        page.wait_for_function("() => document.querySelector('#curves').data?.length === 3", timeout=30000)
         assert page.evaluate("document.querySelector('#curves').data[0].y") == [0.5, 1.5]
+        with Store(path) as store:
+            store.put_running(RunSpec(seed=9), 70, {"step": [0, 60], "loss": [3.0, 2.0]})
+        page.wait_for_function("() => document.querySelector('#curves').data?.length === 4", timeout=30000)
+        assert page.evaluate("document.querySelector('#curves').data[3].y") == [3.0, 2.0]
+        assert "seed 9, step 70 of" in page.locator("#state").text_content()
         assert errors == []
