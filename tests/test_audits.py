@@ -8,8 +8,9 @@ import pytest
 
 from heads_of_models import fresh_heads, head_at_offset, sink_head
 from sqrtdk import HeadSummary, SqrtdkError, attention
-from sqrtdk.audits import Audit, AuditedHead, AuditedScale, compare
+from sqrtdk.audits import Audit, AuditedHead, AuditedRows, AuditedScale, compare, read_shipped
 from sqrtdk.audits.markup import render_comparison
+from sqrtdk.counterfactual import ScoreRow, counterfactual
 from sqrtdk.findings import Finding, Threshold
 
 HOSTILE = 'h.<script>alert(1)</script>&"quoted"'
@@ -195,3 +196,45 @@ def test_layers_of_another_architecture_are_named():
     comparison = compare(other, an_audit())
     assert (comparison.only_now, comparison.only_before) == (["layers.0"], ["h.0"])
     assert any("Only here: 1 layer (layers.0)." in line for line in comparison.reading)
+
+
+def test_rows_of_a_head_are_its_histogram_in_few_bins():
+    q, k, v = np.random.default_rng(3).standard_normal((3, 2, 4, 50, 8)) * 2.0
+    summary = HeadSummary.of(attention(q, k, v).statistics)
+    scores = q[0] @ k[0].transpose(0, 2, 1) / np.sqrt(8)
+    kept = {"a": [ScoreRow(scores[:, row]) for row in range(5)]}
+    varied = counterfactual(kept, temperatures=[0.5, 1.0, 2.0]).variations
+    rows = AuditedRows.of("a", summary, varied)
+    assert [one.head for one in rows] == [0, 1, 2, 3]
+    for head, one in enumerate(rows):
+        for name, histogram in one.histograms.items():
+            moments = summary[name]
+            edges, counts = histogram["edges"], histogram["counts"]
+            assert len(edges) == len(counts) + 1 <= 17
+            assert edges == sorted(edges)
+            assert sum(counts) == moments.count[head] == 100
+            assert (edges[0], edges[-1]) == pytest.approx((moments.least[head], moments.largest[head]), rel=1e-5)
+        unchanged = next(own for own in varied if (own.head, own.change) == (head, "none"))
+        assert one.temperatures == [0.5, 1.0, 2.0]
+        assert one.entropy_ratio[1] == pytest.approx(unchanged.entropy_ratio, rel=1e-5)
+        assert one.entropy_ratio == sorted(one.entropy_ratio)
+
+
+def test_rows_of_one_value_have_one_bin():
+    (one,) = AuditedRows.of(
+        "a", HeadSummary.of(attention(np.zeros((3, 2)), np.ones((4, 2)), np.ones((4, 2))).statistics)
+    )
+    assert one.histograms["entropy_ratio"] == {"edges": [1.0, 1.0], "counts": [3]}
+    assert (one.temperatures, one.entropy_ratio) == ([], [])
+
+
+def test_rows_of_the_shipped_audit_are_all_there_and_round_trip():
+    minilm = read_shipped("minilm")
+    assert [(one.layer, one.head) for one in minilm.rows] == [(head.layer, head.head) for head in minilm.heads]
+    for one, head in zip(minilm.rows, minilm.heads, strict=True):
+        assert sum(one.histograms["entropy_ratio"]["counts"]) == head.rows
+        assert one.entropy_ratio == sorted(one.entropy_ratio)
+    assert Audit.from_json(json.loads(json.dumps(minilm.as_json()))) == minilm
+    content = minilm.as_json()
+    del content["rows"]
+    assert Audit.from_json(content) == replace(minilm, rows=())

@@ -76,6 +76,7 @@ SLOW_COMMANDS = (
     "sqrtdk bench",
     "sqrtdk audit",
     "sqrtdk draw",
+    "sqrtdk serve",  # until Ctrl-C
 )
 
 

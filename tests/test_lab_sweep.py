@@ -386,3 +386,25 @@ def test_an_interrupt_that_another_thread_receives_waits_until_a_worker_has_star
     assert steps == ["before", "after"]
     assert signal.getsignal(signal.SIGINT) is before
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+@pytest.mark.slow
+def test_runs_show_their_curves_in_the_store_while_they_train(tmp_path, monkeypatch):
+    monkeypatch.setattr("sqrtdk.lab.processes._REPORT_SECONDS", 0.0)
+    monkeypatch.setattr("sqrtdk.lab.processes._CURVES_SECONDS", 0.0)
+    shown = []
+    path = tmp_path / "runs.sqlite"
+
+    class Watched(Store):
+        def put_running(self, spec, step, curves):
+            super().put_running(spec, step, curves)
+            shown.append((step, {name: list(values) for name, values in curves.items()}))
+
+    monkeypatch.setattr("sqrtdk.lab.laboratory.Store", Watched)
+    spec = Spec(steps=12, record_every=5, d_model=16, d_k=8, batch=2)
+    with Lab(path, Processes(1)) as lab:
+        (record,) = lab.run([spec])
+    assert [step for step, _ in shown] == list(range(1, 13))
+    assert shown[-1][1] == record.curves
+    with sqlite3.connect(path) as connection:
+        assert connection.execute("SELECT COUNT(*) FROM running").fetchone() == (0,)

@@ -49,7 +49,9 @@ def test_the_surface_is_pinned():
 
 
 SUBMODULES = {
-    "audits": {"SHIPPED", "Audit", "AuditedHead", "AuditedScale", "Comparison", "compare", "read_shipped"},
+    "audits": {
+        *("SHIPPED", "Audit", "AuditedHead", "AuditedRows", "AuditedScale", "Comparison", "compare", "read_shipped"),
+    },
     "backends": {"REFERENCE", "Backend", "current", "inspect", "list", "threads", "use", "use_threads"},
     "diagnosis": {"Finding", "Threshold", "diagnose", "pattern_of", "patterns"},
     "errors": {

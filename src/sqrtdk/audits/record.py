@@ -8,15 +8,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+import numpy as np
+
 from sqrtdk.audits.reading import describe_findings, describe_patterns, describe_scale, describe_unseen
+from sqrtdk.counterfactual import Variation
 from sqrtdk.display import count
 from sqrtdk.errors import InvalidTypeError, InvalidValueError
 from sqrtdk.findings import SEVERITIES, Finding
 from sqrtdk.patterns import ENOUGH_KEYS, patterns, rows_that_see
 from sqrtdk.records import plain
-from sqrtdk.summary import FARTHEST, HeadSummary
+from sqrtdk.summary import BIN_EDGES, FARTHEST, HeadSummary, Moments
 
-__all__ = ["SCHEMA_VERSION", "Audit", "AuditedHead", "AuditedScale"]
+__all__ = ["SCHEMA_VERSION", "Audit", "AuditedHead", "AuditedRows", "AuditedScale"]
 
 SCHEMA_VERSION = 1
 _KEYS = ("heads", "findings", "scale", "unattributed", "unattributed_where", "padding")
@@ -127,6 +130,69 @@ class AuditedScale:
             object.__setattr__(self, name, _finite(getattr(self, name)))
 
 
+_HISTOGRAMS = ("entropy_ratio", "saturation_index")
+_MOST_BINS = 16
+
+
+@dataclass(frozen=True)
+class AuditedRows:
+    """How the rows of one head are distributed, and what they would do at other temperatures.
+
+    Attributes:
+        layer: module path.
+        head: query head, from 0.
+        histograms: by row statistic `edges` and `counts`, at most 16 bins between the least and the largest row.
+        temperatures: by what the model's own is multiplied; empty if no scores were kept.
+        entropy_ratio: mean over the kept rows at each temperature, as `jacobian_trace` 1 − Σp² is; None if unknown.
+    """
+
+    layer: str
+    head: int
+    histograms: Mapping[str, Mapping[str, Sequence[float]]]
+    temperatures: Sequence[float] = ()
+    entropy_ratio: Sequence[float | None] = ()
+    jacobian_trace: Sequence[float | None] = ()
+
+    def __post_init__(self) -> None:
+        for item in fields(self)[2:]:
+            object.__setattr__(self, item.name, plain(getattr(self, item.name)))
+
+    @staticmethod
+    def of(layer: str, summary: HeadSummary, variations: Sequence[Variation] = ()) -> list[AuditedRows]:
+        """The heads of a layer's summary, with what a counterfactual over temperatures gave for this layer."""
+        rows = []
+        for head in range(summary.heads):
+            own = [one for one in variations if (one.head, one.change) == (head, "temperature")]
+            rows.append(
+                AuditedRows(
+                    layer=layer,
+                    head=head,
+                    histograms={
+                        name: _shorten(summary[name], head) for name in _HISTOGRAMS if summary[name].count[head]
+                    },
+                    temperatures=[one.value for one in own if one.value is not None],
+                    entropy_ratio=[_brief(one.entropy_ratio) for one in own],
+                    jacobian_trace=[_brief(one.jacobian_trace) for one in own],
+                )
+            )
+        return rows
+
+
+def _shorten(moments: Moments, head: int) -> dict[str, list[float]]:
+    """The bins of a head that hold rows, and those between, neighbours put together until they are few."""
+    counts = moments.histogram[head]
+    first, last = np.flatnonzero(counts)[[0, -1]]
+    borders = np.unique(np.linspace(first, last + 1, min(last + 1 - first, _MOST_BINS) + 1).round().astype(int))
+    lower = np.insert(BIN_EDGES, 0, -np.inf)
+    edges = np.clip(np.append(lower, np.inf)[borders], moments.least[head], moments.largest[head])
+    return {"edges": [_brief(edge) or 0.0 for edge in edges], "counts": np.add.reduceat(counts, borders[:-1]).tolist()}
+
+
+def _brief(value: Any) -> float | None:
+    # Six digits are more than a picture shows.
+    return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
+
+
 @dataclass(frozen=True, repr=False)
 class Audit:
     """What `sqrtdk.torch.audit` found out about a model on one batch; printed it is a few lines.
@@ -138,6 +204,7 @@ class Audit:
         unattributed: how many calls look like attention and were not understood; `unattributed_where` the module paths.
         padding: how it was told which rows are padding.
         about: the model, the batch, notes, versions: plain values by name.
+        rows: per head how its rows are distributed; empty in records that were made without.
 
     >>> audit = Audit((), (), (), 0, (), "unknown", {"model": "GPT2Model"})
     >>> audit
@@ -154,9 +221,10 @@ class Audit:
     unattributed_where: Sequence[str]
     padding: str
     about: Mapping[str, Any] = field(default_factory=dict)
+    rows: Sequence[AuditedRows] = ()
 
     def __post_init__(self) -> None:
-        for name in ("heads", "scale", "unattributed_where"):
+        for name in ("heads", "scale", "unattributed_where", "rows"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         object.__setattr__(self, "findings", tuple(Finding.from_json(one.as_json()) for one in self.findings))
         object.__setattr__(self, "about", plain(self.about))
@@ -214,6 +282,7 @@ class Audit:
             "unattributed_where": list(self.unattributed_where),
             "padding": self.padding,
             "about": {"kind": "audit", "schema_version": SCHEMA_VERSION, **plain(self.about)},
+            **({"rows": [asdict(one) for one in self.rows]} if self.rows else {}),
         }
 
     @classmethod
@@ -240,6 +309,7 @@ class Audit:
                 scale=[AuditedScale(**_pick(AuditedScale, one)) for one in content["scale"]],
                 **{name: content[name] for name in ("unattributed", "unattributed_where", "padding")},
                 about=about,
+                rows=[AuditedRows(**_pick(AuditedRows, one)) for one in content.get("rows", ())],
             )
         except (KeyError, TypeError) as error:
             raise InvalidValueError(f"content must be an audit with all fields of its records, got {error}") from None

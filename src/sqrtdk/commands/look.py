@@ -1,4 +1,4 @@
-"""Commands that show: everything on one page, the figure of a finished record."""
+"""Commands that show: everything on one page, pages to move sliders on, the figure of a finished record."""
 
 from __future__ import annotations
 
@@ -79,6 +79,30 @@ def report(
         import webbrowser
 
         webbrowser.open(written.resolve().as_uri())
+
+
+@commands.command(epilog=examples("sqrtdk serve --open", "sqrtdk serve --store runs.sqlite --audit audit.json"))
+def serve(
+    port: Annotated[int, typer.Option(help="0 takes any that is free.")] = 8000,
+    host: Annotated[str, typer.Option(help="Where to listen; one that other machines reach needs --token.")] = (
+        "127.0.0.1"
+    ),
+    token: Annotated[str | None, typer.Option(help="What every request must bring: 16 characters or more.")] = None,
+    store: Annotated[Path | None, typer.Option(help="SQLite file of runs to follow; it need not exist yet.")] = None,
+    audit: Annotated[Path | None, typer.Option(help="What `sqrtdk audit --json` printed; default: MiniLM's.")] = None,
+    browse: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
+) -> None:
+    """Pages on this machine: Explore (sliders over the real operation), Audit (layers × heads), Runs (live curves)."""
+    from sqrtdk.web import serve as serve_pages
+
+    def announce(address: str) -> None:
+        print(f"sqrtdk serves {address} (Ctrl-C ends it)", flush=True)
+        if browse:
+            import webbrowser
+
+            webbrowser.open(address)
+
+    serve_pages(host=host, port=port, token=token, store=store, audit=audit, announce=announce)
 
 
 @commands.command(epilog=examples("sqrtdk draw runs.sqlite ablation.html --kind ablation"))

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -17,9 +18,11 @@ from sqrtdk import backends
 from sqrtdk.errors import InvalidTypeError, InvalidValueError, SqrtdkError
 from sqrtdk.lab.spec import RunSpec
 from sqrtdk.lab.store import RunRecord, record_failure
-from sqrtdk.lab.sweep import Sweep
+from sqrtdk.lab.sweep import Curves, Sweep
 
 _REPORT_SECONDS = 0.2
+# The curves so far go into the store for those who look on: rarer, as each is a write to the disk.
+_CURVES_SECONDS = 2.0
 
 
 class Processes:
@@ -54,7 +57,7 @@ class Processes:
             return
         while (spec := sweep.take()) is not None:
             job = spec
-            sweep.finish(job, _train_guarded(job, lambda step, job=job: sweep.advance(job, step)))  # type: ignore[misc]
+            sweep.finish(job, _train_guarded(job, partial(sweep.advance, job)))
 
     def prepare(self) -> None:
         """Start the processes now: they import torch while the caller does something else."""
@@ -104,16 +107,19 @@ class Processes:
         busy.append(_start_worker())
 
 
-def _train_guarded(spec: RunSpec, report: Callable[[int], None]) -> RunRecord:
+def _train_guarded(spec: RunSpec, report: Callable[[int, Curves | None], None]) -> RunRecord:
     from sqrtdk.lab import train  # torch loads here, in the process that trains
 
-    last = time.monotonic()
+    told = shown = time.monotonic()
 
-    def report_sometimes(step: int) -> None:
-        nonlocal last
-        if time.monotonic() - last >= _REPORT_SECONDS:
-            last = time.monotonic()
-            report(step)
+    def report_sometimes(step: int, curves: Curves) -> None:
+        nonlocal told, shown
+        now = time.monotonic()
+        if now - told >= _REPORT_SECONDS:
+            told = now
+            is_due = now - shown >= _CURVES_SECONDS
+            shown = now if is_due else shown
+            report(step, curves if is_due else None)
 
     try:
         return train.train(spec, report_sometimes)
@@ -131,7 +137,7 @@ def _serve(connection: Connection) -> None:
         connection.send(("ready", None))
         while True:
             spec = connection.recv()
-            record = _train_guarded(spec, lambda step: connection.send(("step", step)))
+            record = _train_guarded(spec, lambda step, curves: connection.send(("step", (step, curves))))
             connection.send(("record", record))
     except (EOFError, OSError):
         return  # The parent was killed or has closed its end. A running report fails the same way and ends the run.
@@ -197,7 +203,7 @@ def _hear(sweep: Sweep, worker: _Worker) -> bool:
         return False
     if kind == "step":
         assert worker.spec is not None
-        sweep.advance(worker.spec, content)
+        sweep.advance(worker.spec, *content)
         return True
     if kind == "record":
         assert worker.spec is not None

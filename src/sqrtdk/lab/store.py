@@ -28,7 +28,7 @@ CURVES = (
     "jacobian_trace",
 )
 
-_APPLICATION_ID = 0x73716474  # "sqdt": marks the file as ours
+APPLICATION_ID = 0x73716474  # "sqdt": marks the file as ours
 _BUSY_SECONDS = 60.0
 _CREATE = (
     """
@@ -50,6 +50,15 @@ CREATE TABLE IF NOT EXISTS records (
     content TEXT NOT NULL,
     finished REAL NOT NULL,
     PRIMARY KEY (kind, spec_hash)
+)
+""",
+    """
+CREATE TABLE IF NOT EXISTS running (
+    key TEXT PRIMARY KEY,
+    spec TEXT NOT NULL,
+    step INTEGER NOT NULL,
+    curves TEXT NOT NULL,
+    seen REAL NOT NULL
 )
 """,
 )
@@ -131,6 +140,16 @@ class Store:
         )
         with _in_words(self._path):
             self._connection.execute("INSERT OR REPLACE INTO runs VALUES (?, ?, ?, ?, ?, ?, ?)", values)
+            self._connection.execute("DELETE FROM running WHERE key = ?", (spec.key,))
+
+    def put_running(self, spec: RunSpec, step: int, curves: Mapping[str, Sequence[float]]) -> None:
+        """Show how far an unfinished run is, until it is put; for those who look on, never taken for a result."""
+        if self._path is None:
+            return
+        written = json.dumps({name: list(values) for name, values in curves.items()})
+        values = (spec.key, json.dumps(spec.as_dict()), step, written, time.time())
+        with _in_words(self._path):
+            self._connection.execute("INSERT OR REPLACE INTO running VALUES (?, ?, ?, ?, ?)", values)
 
     def put_record(self, record: Record) -> None:
         """Keep a finished record in place of one of the same kind and spec; committed when this returns."""
@@ -207,7 +226,7 @@ def _require_usable(path: Path) -> None:
         application, version, tables = _read_identity(path)
     if application == 0 and tables == 0:
         return  # A sweep was killed between making the file and making its table.
-    if application != _APPLICATION_ID:
+    if application != APPLICATION_ID:
         raise InvalidValueError(f"store must be a SQLite file made by sqrtdk, got {path}, made by something else")
     if version != STORE_VERSION:
         raise InvalidValueError(
@@ -235,7 +254,7 @@ def _connect(path: Path | None) -> sqlite3.Connection:
         connection.execute("BEGIN IMMEDIATE")
         for statement in _CREATE:
             connection.execute(statement)
-        connection.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
+        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         connection.execute(f"PRAGMA user_version = {STORE_VERSION}")
         connection.execute("COMMIT")
     except BaseException:

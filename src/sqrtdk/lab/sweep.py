@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sqrtdk.lab.spec import RunSpec
@@ -32,6 +32,7 @@ class Progress:
     remaining: float | None
 
 
+Curves = Mapping[str, Sequence[float]]
 ProgressCallback = Callable[[Progress], None]
 
 
@@ -77,9 +78,11 @@ class Sweep:
         self.finished_steps += spec.total_steps
         self.tell()
 
-    def advance(self, spec: RunSpec, step: int) -> None:
-        """Note how far a run is."""
+    def advance(self, spec: RunSpec, step: int, curves: Curves | None = None) -> None:
+        """Note how far a run is, and its curves so far if they are given."""
         self.running[spec.key] = step
+        if curves is not None:
+            self.store.put_running(spec, step, curves)
         self.tell()
 
     def tell(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,8 +21,10 @@ from sqrtdk.scales import LEARNABLE
 
 _DATA_STREAM = 0
 
+Report = Callable[[int, Mapping[str, list[float]]], None]
 
-def train(spec: RunSpec, report: Callable[[int], None] | None = None) -> RunRecord:
+
+def train(spec: RunSpec, report: Report | None = None) -> RunRecord:
     """Train one model on one thread and judge it on held-out data.
 
     The curves have a point every `record_every` steps and one at the last step. A step's number is how many updates
@@ -31,7 +33,7 @@ def train(spec: RunSpec, report: Callable[[int], None] | None = None) -> RunReco
 
     Args:
         spec: what to train.
-        report: called with the number of updates done, after each.
+        report: called with the number of updates done and the curves so far, after each update.
 
     Returns:
         The record; its status is ``"diverged"`` as soon as a loss is not finite.
@@ -56,7 +58,7 @@ def _one_thread() -> Iterator[None]:
 
 
 class _Run:
-    def __init__(self, spec: RunSpec, report: Callable[[int], None] | None) -> None:
+    def __init__(self, spec: RunSpec, report: Report | None) -> None:
         self.spec = spec
         self.task = spec.make_task()
         self.held_out = self.task.held_out()
@@ -113,7 +115,7 @@ class _Run:
                 losses, accuracies = [], []
             self.optimiser.step()
             if self.report is not None:
-                self.report(step + 1)
+                self.report(step + 1, self.curves)
         return True
 
     def record(self, point: dict[str, float]) -> None:

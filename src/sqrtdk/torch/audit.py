@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sqrtdk.audits import Audit, AuditedHead, AuditedScale
+from sqrtdk.audits import Audit, AuditedHead, AuditedRows, AuditedScale
+from sqrtdk.counterfactual import Variation, counterfactual
 from sqrtdk.diagnosis import diagnose
 from sqrtdk.display import describe_array
 from sqrtdk.errors import InvalidTypeError, InvalidValueError, SqrtdkError
@@ -32,6 +33,10 @@ _MISFITS = (
     NotImplementedError,
 )
 _LONGEST_REASON = 300
+# Scores of so many rows per layer are kept, for what heads would do at these multiples of their temperature.
+_KEPT_ROWS = 16
+_LONGEST_KEPT = 4096
+_TEMPERATURES = (0.25, 0.5, 0.71, 1.0, 1.41, 2.0, 4.0)
 
 
 def audit(model: nn.Module, batch: Any) -> Audit:
@@ -65,7 +70,7 @@ def audit(model: nn.Module, batch: Any) -> Audit:
     if not isinstance(model, nn.Module):
         raise InvalidTypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     arguments, named = _read_batch(batch)
-    with _unchanged(model), torch.no_grad(), watch(model) as seen:
+    with _unchanged(model), torch.no_grad(), watch(model, keep_rows=_kept_rows(batch)) as seen:
         try:
             model(*arguments, **named)
         except SqrtdkError:
@@ -79,6 +84,13 @@ def audit(model: nn.Module, batch: Any) -> Audit:
     if not seen.scales and not seen.unattributed:
         raise InvalidValueError(f"model must compute attention, got {type(model).__name__}, which called none")
     return _judge(model, seen, _describe(batch))
+
+
+def _kept_rows(batch: Any) -> int | None:
+    """How many rows per layer keep their scores; none of a batch so long that they would fill the memory."""
+    parts = batch.values() if isinstance(batch, Mapping) else [batch] if isinstance(batch, Tensor) else batch
+    longest = max((max(part.shape, default=0) for part in parts if isinstance(part, Tensor)), default=0)
+    return _KEPT_ROWS if longest <= _LONGEST_KEPT else None
 
 
 def _read_batch(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
@@ -166,6 +178,7 @@ def _judge(model: nn.Module, seen: Seen, batch: str) -> Audit:
         dtype={scale.layer: scale.logits_dtype for scale in scales if scale.layer in layers},
     )
     missed = seen.unattributed
+    varied = _vary(seen)
     return Audit(
         heads=[head for path, summary in layers.items() for head in AuditedHead.of(path, index[path], summary)],
         findings=[replace(one, layer_index=index[one.layer]) for one in findings if one.layer is not None],
@@ -181,4 +194,15 @@ def _judge(model: nn.Module, seen: Seen, batch: str) -> Audit:
             "versions": versions(),
             "cpu": cpu_name(),
         },
+        rows=[one for path, summary in layers.items() for one in AuditedRows.of(path, summary, varied.get(path, []))],
     )
+
+
+def _vary(seen: Seen) -> dict[str, list[Variation]]:
+    """By layer, what its heads would do at other temperatures."""
+    by_layer: dict[str, list[Variation]] = {}
+    if any(seen.rows.values()):
+        with np.errstate(all="ignore"):  # scores that are not finite are told as findings
+            for one in counterfactual(seen, temperatures=_TEMPERATURES).variations:
+                by_layer.setdefault(one.layer, []).append(one)
+    return by_layer

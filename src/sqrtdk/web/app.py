@@ -1,0 +1,283 @@
+"""The application: pages and scripts as they are, answers as JSON, each computed in a thread of bounded number."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib.util
+import json
+import re
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
+from importlib import resources
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from sqrtdk import scales
+from sqrtdk.errors import InvalidValueError, SqrtdkError
+from sqrtdk.records import plain
+from sqrtdk.web.audit_view import read_audit, view_audit
+from sqrtdk.web.experiment import BOUNDS, DISTRIBUTIONS, DTYPES, MOST_SCORES, POLICIES, QUERIES, Experiment
+from sqrtdk.web.gate import Gate
+from sqrtdk.web.measurement import expect, measure
+from sqrtdk.web.npz import MOST_BYTES, read_npz
+from sqrtdk.web.presets import PRESETS
+from sqrtdk.web.quantities import AUDITED, EXPLORED
+from sqrtdk.web.runs import list_runs, read_curves
+from sqrtdk.web.vectors import Vectors, draw, with_values
+
+__all__ = ["make_app"]
+
+_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+_PAGES = {"/": "explore.html", "/audit": "audit.html", "/runs": "runs.html"}
+_UPLOAD_SECONDS = 20.0
+_WAITING_SECONDS = 15.0
+
+
+def make_app(
+    host: str = "127.0.0.1", token: str | None = None, store: Path | None = None, audit: Path | None = None
+) -> ASGIApp:
+    """The application behind its gate; nothing but the given files and its own is ever read.
+
+    Args:
+        host: where it will listen, which decides the Host headers that it answers to.
+        token: see `Gate`.
+        store: the SQLite file of runs, which need not exist yet.
+        audit: an audit as JSON; None for the shipped one.
+
+    Raises:
+        InvalidValueError: the audit cannot be read, or a token is missing or unfit.
+    """
+    read_audit(audit)
+    site = _Site(store, audit)
+    routes = [Route(path, _serve_file(name), methods=["GET"]) for path, name in _PAGES.items()]
+    routes += [Route(f"/static/{name}", _serve_file(name), methods=["GET"]) for name in _list_static()]
+    routes += [
+        Route("/api/options", site.options, methods=["GET"]),
+        Route("/api/explore", site.explore, methods=["GET"]),
+        Route("/api/explore", site.explore_file, methods=["POST"]),
+        Route("/api/expected", site.expected, methods=["GET"]),
+        Route("/api/audit", site.audit, methods=["GET"]),
+        Route("/api/runs", site.runs, methods=["GET"]),
+        Route("/api/curves", site.curves, methods=["GET"]),
+    ]
+    handlers: dict[Any, Any] = {SqrtdkError: _explain, HTTPException: _explain_http, Exception: _apologise}
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    app.router.redirect_slashes = False
+    return Gate(app, host, token)
+
+
+class _Site:
+    """The answers, with the files that they may read and the threads that compute them."""
+
+    def __init__(self, store: Path | None, audit: Path | None) -> None:
+        self._store, self._audit = store, audit
+        # One answer at a time has all the cores; the slow expectations never hold up the quick ones.
+        self._quick, self._slow, self._files = (_Worker(name) for name in ("explore", "expected", "files"))
+
+    async def options(self, request: Request) -> Response:
+        _read_query(request, ())
+        return _json(_list_options())
+
+    async def explore(self, request: Request) -> Response:
+        asked = Experiment.read(_read_query(request))
+        if asked.source == "file":
+            raise InvalidValueError("source must be random or scores without a file; an .npz is the body of a POST")
+        return await self._compute(request, self._quick, partial(_explore, asked))
+
+    async def explore_file(self, request: Request) -> Response:
+        asked = Experiment.read({**_read_query(request), "source": "file"})
+        content = await _read_body(request)
+        return await self._compute(request, self._quick, partial(_explore_file, asked, content))
+
+    async def expected(self, request: Request) -> Response:
+        asked = Experiment.read(_read_query(request))
+        return await self._compute(request, self._slow, partial(expect, asked))
+
+    async def audit(self, request: Request) -> Response:
+        _read_query(request, ())
+        return await self._compute(request, self._files, lambda: _show_audit(self._audit))
+
+    async def runs(self, request: Request) -> Response:
+        query = _read_query(request, ("version",))
+        return await self._compute(request, self._files, partial(list_runs, self._store, query.get("version")))
+
+    async def curves(self, request: Request) -> Response:
+        keys = [key for key in _read_query(request, ("keys",)).get("keys", "").split(",") if key]
+        return await self._compute(request, self._files, lambda: {"curves": read_curves(self._store, keys)})
+
+    async def _compute(self, request: Request, worker: _Worker, work: Callable[[], dict[str, Any]]) -> Response:
+        try:
+            async with asyncio.timeout(_WAITING_SECONDS):
+                await worker.free.acquire()
+        except TimeoutError:
+            raise HTTPException(503, "the server is busy; ask again") from None
+        try:
+            if await request.is_disconnected():  # a newer question has taken this one's place
+                return Response(status_code=499)
+            began = time.perf_counter()
+            body = await asyncio.get_running_loop().run_in_executor(worker.thread, lambda: _dump(work()))
+            took = 1000.0 * (time.perf_counter() - began)
+        finally:
+            worker.free.release()
+        return _json_bytes(body, {"server-timing": f"compute;dur={took:.1f}"})
+
+
+class _Worker:
+    """One thread that stays, and who may use it next: threads that come and go leave their memory behind."""
+
+    def __init__(self, name: str) -> None:
+        self.thread = ThreadPoolExecutor(1, f"sqrtdk-{name}")
+        self.free = asyncio.Lock()
+
+
+def _explore(asked: Experiment) -> dict[str, Any]:
+    return measure(asked, draw(asked))
+
+
+def _explore_file(asked: Experiment, content: bytes) -> dict[str, Any]:
+    given = read_npz(content)
+    vectors: Vectors = with_values(given.q, given.k, given.v, asked.dtype, np.random.default_rng(asked.seed))
+    return measure(asked, vectors) | {"given_not_finite": given.not_finite}
+
+
+def _show_audit(path: Path | None) -> dict[str, Any]:
+    return view_audit(read_audit(path)) | {
+        "source": "the audit of all-MiniLM-L6-v2 that comes with sqrtdk" if path is None else path.name,
+        "quantities": [quantity._asdict() for quantity in AUDITED],
+    }
+
+
+def _list_options() -> dict[str, Any]:
+    dtypes = [name for name in DTYPES if name != "bfloat16" or importlib.util.find_spec("ml_dtypes")]
+    policies = []
+    for name, bounds in POLICIES.items():
+        kind = scales.policy_type(name)
+        policies.append(
+            {
+                "name": name,
+                "formula": kind.formula,
+                "source": kind.source,
+                "about": (kind.__doc__ or "").strip().split("\n")[0],
+                "parameter": None if bounds is None else bounds._asdict(),
+            }
+        )
+    return {
+        "bounds": {name: bounds._asdict() for name, bounds in BOUNDS.items()},
+        "usual": {"policy": "sqrt", "distribution": "normal", "dtype": "float64", "source": "random"},
+        "policies": policies,
+        "distributions": list(DISTRIBUTIONS),
+        "dtypes": dtypes,
+        "queries": QUERIES,
+        "most_scores": MOST_SCORES,
+        "most_bytes": MOST_BYTES,
+        "presets": [preset._asdict() for preset in PRESETS],
+        "quantities": [quantity._asdict() for quantity in EXPLORED],
+        "version": version("sqrtdk"),
+    }
+
+
+def _read_query(request: Request, names: tuple[str, ...] | None = None) -> dict[str, str]:
+    """The query, each name once; of the given names only, if they are given."""
+    pairs = request.query_params.multi_items()
+    query = dict(pairs)
+    if len(query) < len(pairs):
+        raise InvalidValueError("each parameter must be given once, got one of them several times")
+    unknown = [name for name in query if names is not None and name not in names]
+    if unknown:
+        raise InvalidValueError(f"unknown parameter {unknown[0][:40]!r}")
+    return query
+
+
+async def _read_body(request: Request) -> bytes:
+    declared = request.headers.get("content-length", "0")
+    too_large = HTTPException(413, f"the file must be at most {MOST_BYTES} bytes")
+    if not declared.isdecimal() or int(declared[:20]) > MOST_BYTES:
+        raise too_large
+    content = bytearray()
+    try:
+        async with asyncio.timeout(_UPLOAD_SECONDS):
+            async for part in request.stream():
+                content += part
+                if len(content) > MOST_BYTES:
+                    raise too_large
+    except TimeoutError:
+        raise HTTPException(408, f"the file must arrive within {_UPLOAD_SECONDS:g} seconds") from None
+    except ClientDisconnect:
+        raise HTTPException(400, "the file must arrive whole") from None
+    return bytes(content)
+
+
+def _dump(content: dict[str, Any]) -> bytes:
+    return json.dumps(plain(content), allow_nan=False, separators=(",", ":")).encode()
+
+
+def _json_bytes(body: bytes, headers: dict[str, str] | None = None, status: int = 200) -> Response:
+    return Response(body, status, headers, "application/json")
+
+
+def _json(content: dict[str, Any], status: int = 200) -> Response:
+    return _json_bytes(_dump(content), status=status)
+
+
+def _explain(request: Request, error: Exception) -> Response:
+    return _json({"error": str(error)}, 400)
+
+
+def _explain_http(request: Request, error: HTTPException) -> Response:
+    response = _json({"error": str(error.detail)}, error.status_code)
+    response.headers.update(error.headers or {})
+    return response
+
+
+def _apologise(request: Request, error: Exception) -> Response:
+    return _json({"error": "the server failed on this request; its terminal has the details"}, 500)
+
+
+def _list_static() -> list[str]:
+    own = [file.name for file in (resources.files("sqrtdk.web") / "static").iterdir()]
+    return [name for name in [*own, "plotly.min.js"] if not name.endswith(".html")]
+
+
+def _serve_file(name: str) -> Callable[[Request], Awaitable[Response]]:
+    """An endpoint for one file, read now: a request never names a path."""
+    own = resources.files("sqrtdk.web") / "static" / name
+    content = _read_plotly() if name == "plotly.min.js" else own.read_bytes()
+    if name.endswith(".html"):
+        content = content.replace(b"<!-- plotly -->", _stand_in_for_styles())
+    tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+    kind = _TYPES[Path(name).suffix]
+
+    async def answer(request: Request) -> Response:
+        # Asked for again each time, and answered with "not modified": a new version is never mixed with an old one.
+        headers = {"etag": tag, "cache-control": "private, no-cache"}
+        if request.headers.get("if-none-match") == tag:
+            return Response(status_code=304, headers=headers)
+        return Response(content, headers=headers, media_type=kind)
+
+    return answer
+
+
+def _stand_in_for_styles() -> bytes:
+    """Elements with the names of style sheets for maps that Plotly's script would add, were they not there.
+
+    The page's policy would refuse those, with an error in the console.
+    """
+    names = re.findall(rb'document\.getElementById\("([0-9a-f]{64})"\)', _read_plotly())
+    return b"\n".join(b'<meta id="%s" name="plotly">' % name for name in dict.fromkeys(names))
+
+
+@lru_cache
+def _read_plotly() -> bytes:
+    return (resources.files("plotly") / "package_data" / "plotly.min.js").read_bytes()

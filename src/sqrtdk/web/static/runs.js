@@ -1,0 +1,145 @@
+// The Runs page: the finished runs of a store and their curves, looked at again every two seconds.
+
+import { axis, draw, plain, whenReady } from "./charts.js";
+import { $, ask, make, show, tell } from "./dom.js";
+
+const EVERY = 2000;
+const FIRST_DRAWN = 24;
+const MOST_AT_ONCE = 64;
+const CURVES = {
+  loss: "training loss", accuracy: "training accuracy", entropy_ratio: "entropy ratio H/ln n", saturation_index: "saturation index ρ",
+  jacobian_trace: "1 − Σp²", grad_q: "gradient of W_q", grad_k: "gradient of W_k",
+};
+const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
+
+let version = null;
+let runs = [];
+let running = [];
+const curves = new Map();
+const drawn = new Set();
+const known = new Set();
+
+const scaleOf = (run) => String(run.row.scale ?? "");
+const groupOf = (run) => (run.row.init && run.row.init !== "unit" ? `${run.label} (${run.row.init})` : run.label);
+const styleOf = (run) => `${run.row.init} ${run.row.lr}`;
+function nameOf(run) {
+  const { scale, d_k, init, lr, seed } = run.row;
+  return `${scale} · dₖ ${d_k} · ${init} · lr ${lr} · seed ${seed}`;
+}
+
+function listed() {
+  const words = $("filter").value.toLowerCase().split(",").map((word) => word.trim()).filter(Boolean);
+  return runs.filter((run) => words.every((word) => `${nameOf(run)} ${run.status} ${run.row.task ?? ""}`.toLowerCase().includes(word)));
+}
+
+async function look() {
+  try {
+    const reply = await ask("/api/runs", version ? { version } : {});
+    tell(null);
+    $("content").hidden = reply.state !== "ready";
+    if (reply.state !== "ready") {
+      version = null;
+      runs = running = [];
+      $("state").textContent = reply.message;
+    } else if (!reply.unchanged) {
+      version = reply.version;
+      runs = reply.runs;
+      running = reply.running;
+      for (const run of runs) {
+        if (!known.has(run.key) && drawn.size < FIRST_DRAWN) drawn.add(run.key);
+        known.add(run.key);
+      }
+      const counts = [...new Set(runs.map((run) => run.status))].map((status) => `${runs.filter((run) => run.status === status).length} ${status}`);
+      const latest = runs.length ? new Date(1000 * runs[0].finished).toLocaleTimeString() : "";
+      const working = running.length ? ` In training: ${running.map((run) => `${groupOf(run)}, seed ${run.row.seed}, step ${run.step} of ${run.row.steps}`).join("; ")}.` : "";
+      $("state").textContent = runs.length
+        ? `${reply.total} finished runs (${counts.join(", ")}), the latest at ${latest}. New ones appear by themselves.${working}`
+        : `The store has no finished run yet. New ones appear by themselves.${working}`;
+      await refresh();
+    }
+    document.body.dataset.looked = String(Number(document.body.dataset.looked ?? 0) + 1);
+  } catch (error) {
+    tell(error);
+  }
+  setTimeout(look, document.hidden ? 4 * EVERY : EVERY);
+}
+
+async function refresh() {
+  renderTable();
+  const wanted = [...drawn].filter((key) => !curves.has(key) && runs.some((run) => run.key === key));
+  for (let at = 0; at < wanted.length; at += MOST_AT_ONCE) {
+    const reply = await ask("/api/curves", { keys: wanted.slice(at, at + MOST_AT_ONCE).join(",") });
+    for (const [key, own] of Object.entries(reply.curves)) curves.set(key, own);
+  }
+  renderCurves();
+}
+
+function renderCurves() {
+  const curve = $("curve").value;
+  const shown = listed().filter((run) => drawn.has(run.key) && curves.has(run.key));
+  const every = [...shown, ...running.filter((run) => runs.every((one) => one.key !== run.key))];
+  const groups = [...new Set(shown.map(groupOf))];
+  const final = groups.map((group) => {
+    const losses = shown.filter((run) => groupOf(run) === group).map((run) => run.row.final_loss ?? Infinity).sort((a, b) => a - b);
+    const median = (losses[Math.floor((losses.length - 1) / 2)] + losses[Math.floor(losses.length / 2)]) / 2;
+    return `${group} ${Number.isFinite(median) ? show(median, 3) : "diverged"}`;
+  });
+  $("curves-title").textContent = !shown.length && running.length ? "Training" : shown.length ? `Median held-out loss of what is drawn: ${final.join(", ")}` : "Nothing is drawn: tick a run below";
+  $("curves-caption").textContent = `${CURVES[curve]} over training steps, ${shown.length} finished runs${running.length ? ` and ${running.length} in training (thick)` : ""}; colour: scaling policy, dash: start of the weights and learning rate.`;
+  const styles = [...new Set(every.map(styleOf))].sort().reverse();
+  const legend = new Set();
+  draw(
+    "curves",
+    `${$("curves-caption").textContent} ${$("curves-title").textContent}.`,
+    () => every.map((run) => {
+      const first = !legend.has(groupOf(run));
+      legend.add(groupOf(run));
+      return {
+        type: "scatter", mode: "lines", x: (run.curves ?? curves.get(run.key)).step ?? [], y: (run.curves ?? curves.get(run.key))[curve] ?? [], name: plain(groupOf(run)), legendgroup: plain(groupOf(run)), showlegend: first,
+        line: { color: run.colour, width: run.curves ? 3.5 : 1.8, dash: DASHES[styles.indexOf(styleOf(run)) % DASHES.length] }, opacity: 0.8,
+        hovertemplate: `${plain(nameOf(run))}<br>step %{x}: %{y:.4g}<extra></extra>`,
+      };
+    }),
+    () => ({ hovermode: "closest", xaxis: axis("training step"), yaxis: axis(CURVES[curve], { type: $("logarithmic").checked ? "log" : "linear", exponentformat: "e" }), showlegend: true, legend: { orientation: "h", y: 1.1 } }),
+  );
+}
+
+function renderTable() {
+  const shown = listed();
+  $("listed").textContent = `${shown.length} of ${runs.length} runs listed`;
+  const head = ["draw", "scale", "dₖ", "init", "learning rate", "seed", "status", "held-out loss", "accuracy", "solved", "finished"].map((name) => make("th", { scope: "col" }, name));
+  const rows = shown.map((run) => {
+    const box = make("input", { type: "checkbox", "aria-label": `draw ${nameOf(run)}` });
+    box.checked = drawn.has(run.key);
+    box.addEventListener("change", () => {
+      if (box.checked) drawn.add(run.key);
+      else drawn.delete(run.key);
+      refresh().catch(tell);
+    });
+    const { row } = run;
+    const scale = make("td", {}, make("span", { class: "dot" }), scaleOf(run));
+    scale.firstChild.style.setProperty("--own", run.colour);
+    const number = (name, value) => make("td", { class: "number", "data-quantity": name, "data-value": value }, typeof value === "number" ? show(value) : value ?? "–");
+    return make("tr", { "data-key": run.key }, make("td", {}, box), scale, number("d_k", row.d_k), make("td", {}, row.init ?? ""), number("lr", row.lr), number("seed", row.seed), make("td", {}, row.message ? `${run.status}: ${row.message}` : run.status), number("final_loss", row.final_loss), number("final_accuracy", row.final_accuracy), make("td", {}, row.solved ? "yes" : "no"), make("td", {}, new Date(1000 * run.finished).toLocaleString()));
+  });
+  $("runs").replaceChildren(make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...rows));
+}
+
+async function start() {
+  await whenReady();
+  $("curve").append(...Object.entries(CURVES).map(([name, title]) => make("option", { value: name }, title)));
+  $("curve").addEventListener("change", renderCurves);
+  $("logarithmic").addEventListener("change", renderCurves);
+  $("filter").addEventListener("input", () => refresh().catch(tell));
+  $("all").addEventListener("click", () => {
+    listed().forEach((run) => drawn.add(run.key));
+    refresh().catch(tell);
+  });
+  $("none").addEventListener("click", () => {
+    drawn.clear();
+    refresh().catch(tell);
+  });
+  await look();
+}
+
+start().catch(tell);

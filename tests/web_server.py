@@ -1,0 +1,66 @@
+"""A server of the pages in a process of its own, and what it uses of the machine."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Running(NamedTuple):
+    process: subprocess.Popen[str]
+    address: str
+
+    @property
+    def port(self) -> int:
+        return int(re.search(r":(\d+)/", self.address)[1])  # type: ignore[index]
+
+    def read(self, path: str, timeout: float = 30.0) -> bytes:
+        with urllib.request.urlopen(self.address + path, timeout=timeout) as reply:
+            return bytes(reply.read())
+
+    def files(self) -> int:
+        """How many descriptors it holds open."""
+        return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
+
+    def status(self, name: str) -> int:
+        """A number from the kernel's account of the process: VmRSS in KiB, Threads."""
+        text = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(re.search(rf"^{name}:\s+(\d+)", text, re.MULTILINE)[1])  # type: ignore[index]
+
+
+def start_serving(*arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "sqrtdk", "serve", "--port", "0", *arguments]
+    # A shell's background jobs ignore Ctrl-C; the server must be able to hear it.
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+
+
+@contextmanager
+def serving(*arguments: Any) -> Iterator[Running]:
+    """A server that answers; ended by Ctrl-C, which must end it in order."""
+    process = start_serving(*map(str, arguments))
+    try:
+        line = process.stdout.readline()  # type: ignore[union-attr]
+        found = re.search(r"http://\S+", line)
+        assert found, (line, process.communicate()[1])
+        yield Running(process, found[0])
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=10)
+        assert (process.returncode, told) == (0, ""), told
+    finally:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdout, process.stderr):
+            pipe.close()  # type: ignore[union-attr]
