@@ -220,21 +220,50 @@ struct BackwardPass {
         }
     }
 
-    // Finite numbers whose sums leave the range of float on the way may be finite in the end.
+    // Finite numbers whose sums leave the range of float on the way may be finite in the end: the head once more, all
+    // of it copied to float64.
     void run_in_double(int64_t head, int worker) {
-        using Loop = BackwardLoop<double, In>;
+        using Loop = BackwardLoop<double, double>;
+        const int64_t n = head / call.groups, g = head % call.groups, d_k = call.d_k, d_v = call.d_v;
         Cut whole = cut;
         whole.splits = 1;
-        const int64_t key_row = padded<double>(call.d_k), value_row = padded<double>(call.d_v);
-        const int64_t size = call.keys * (key_row + value_row);
-        Arena arena(Loop::bytes(call, whole) + sizeof(double) * size_t(size) + 64);
+        const int64_t key_row = padded<double>(d_k), value_row = padded<double>(d_v), rows = cut.rows;
+        const int64_t size = call.keys * (key_row + value_row), copies = (2 * rows + call.keys) * (d_k + d_v);
+        Arena arena(Loop::bytes(call, whole) + sizeof(double) * size_t(size + copies) + 8 * 64);
         if (!arena.ok()) return work.fail(Status::out_of_memory);
-        Loop loop(call, whole, work, worker, arena);
+        Backward wide = call;
+        const auto widen_rows = [&](Query& x, int64_t width) {
+            double* to = arena.take<double>(size_t(rows * width));
+            for (int64_t r = 0; r < call.shared; ++r)
+                copy_block<double, In>(static_cast<const In*>(x.data) + n * x.n + g * x.g + r * x.r, x.l, x.d,
+                                       call.queries, width, to + r * call.queries * width);
+            x = {to, 0, 0, call.queries * width, width, 1};
+        };
+        const auto widen_keys = [&](KeyValue& x, int64_t width) {
+            double* to = arena.take<double>(size_t(call.keys * width));
+            copy_block<double, In>(static_cast<const In*>(x.data) + n * x.n + g * x.g, x.s, x.d, call.keys, width, to);
+            x = {to, 0, 0, width, 1};
+        };
+        widen_rows(wide.q, d_k);
+        widen_rows(wide.grad_output, d_v);
+        widen_keys(wide.k, d_k);
+        widen_keys(wide.v, d_v);
+        // These two are indexed by the rows of all heads.
+        const int64_t first_row = head * rows;
+        double* output = arena.take<double>(size_t(rows * d_v));
+        const Working<In>* given = static_cast<const Working<In>*>(call.output) + first_row * d_v;
+        for (int64_t i = 0; i < rows * d_v; ++i) output[i] = double(given[i]);
+        wide.output = output - first_row * d_v;
+        double* query = arena.take<double>(size_t(rows * d_k));
+        wide.gradients.query = query - first_row * d_k;
+        Loop loop(wide, whole, work, worker, arena);
         double* at = arena.take<double>(size_t(size));
         const KeySums<double> sums{at, at + call.keys * key_row, key_row, value_row};
-        loop.run(head / call.groups, head % call.groups, 0, sums);
-        write_sums(sums.key, size, 1, key_row, call.d_k, 0, call.keys, to_key(head));
-        write_sums(sums.value, size, 1, value_row, call.d_v, 0, call.keys, to_value(head));
+        loop.run(n, g, 0, sums);
+        In* to = static_cast<In*>(call.gradients.query) + first_row * d_k;
+        for (int64_t i = 0; i < rows * d_k; ++i) to[i] = narrow(Working<In>(query[i]), In());
+        write_sums(sums.key, size, 1, key_row, d_k, 0, call.keys, to_key(head));
+        write_sums(sums.value, size, 1, value_row, d_v, 0, call.keys, to_value(head));
     }
 
     void write_head(int64_t head, const T* at, int64_t begin, int64_t end) {

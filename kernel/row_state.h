@@ -182,12 +182,9 @@ template <class T, int W>
 __attribute__((noinline)) void write_statistics(const Statistics& to, int64_t at, const RowState<T, W>& state, int rows,
                                                 bool scores) {
     // Computed here and copied: the compiler cannot know that the arrays outside do not overlap.
-    alignas(64) double field[11][W], log_total[W], log_count[W];
+    alignas(64) double field[11][W], log_total[W];
     alignas(64) int64_t keys[W], max_key[W];
-    for (int i = 0; i < W; ++i) {
-        log_total[i] = log1p_inline(state.tail[i]);
-        log_count[i] = log1p_inline(state.logits.count[i] - 1.0);
-    }
+    for (int i = 0; i < W; ++i) log_total[i] = log1p_inline(state.tail[i]);
     for (int i = 0; i < W; ++i) {
         keys[i] = int64_t(state.logits.count[i]);
         max_key[i] = state.logits.count[i] > 0 ? state.max_key[i] : -1;
@@ -198,11 +195,9 @@ __attribute__((noinline)) void write_statistics(const Statistics& to, int64_t at
         const bool some = count > 0;
         field[0][i] = top;
         field[1][i] = some && top - top == 0.0 ? top + log_total[i] : top;
-        // Rounding must not push past what n keys allow: H <= ln n, sum p <= 1 - 1/n. Only nearly uniform rows come
-        // close.
-        double entropy = some ? log_total[i] + state.moment[i] * share : 0.0;
-        entropy = total > 0.99 * count && entropy > log_count[i] ? log_count[i] : entropy;
+        const double entropy = some ? log_total[i] + state.moment[i] * share : 0.0;
         field[2][i] = entropy < 0 ? 0.0 : entropy;
+        // Rounding must not push past what n keys allow: sum p <= 1 - 1/n, and H <= ln n.
         const double most = some ? 1.0 - per_key : 0.0, tail = some ? state.tail[i] * share : 0.0;
         field[3][i] = tail > most ? most : tail;
         field[4][i] = some ? state.tail2[i] * share * share : 0.0;
@@ -212,6 +207,12 @@ __attribute__((noinline)) void write_statistics(const Statistics& to, int64_t at
         field[8][i] = scores && some ? state.score_top[i] : top;
         field[9][i] = scores && some ? state.scores.m2[i] * per_key : field[7][i];
         field[10][i] = 0.0;
+    }
+    // Only nearly uniform rows come close to ln n, which is the library's, as callers compute it.
+    for (int i = 0; i < rows; ++i) {
+        const double count = state.logits.count[i];
+        if (1.0 + state.tail[i] > 0.99 * count && count > 0 && field[2][i] > std::log(count))
+            field[2][i] = std::log(count);
     }
     double* const outside[11] = {to.max_logit, to.logsumexp,      to.entropy,    to.tail_weight,
                                  to.tail_p2,   to.tail_p3,        to.logit_mean, to.logit_variance,
