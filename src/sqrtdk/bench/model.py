@@ -56,6 +56,7 @@ class ModelCase:
     vocabulary: int = 50257
     suite: str = "model"
 
+    dtype: ClassVar[str] = "float32"
     sets: ClassVar[int] = 1
     error_of: ClassVar[str] = "logits, relative"
 
