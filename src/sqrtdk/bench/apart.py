@@ -1,7 +1,7 @@
 """Contenders in processes of their own, asked in turn through pipes, and stopped while they are not.
 
-Idle threads of one library spin on the cores that the next one needs (those of onnxruntime beyond 0.1 s), and two OpenMP
-runtimes in a process are in each other's way. A library that dies or hangs loses itself and nobody else.
+Idle threads of one library spin on the cores that the next one needs (those of onnxruntime beyond 0.1 s), and two
+OpenMP runtimes in a process are in each other's way. A library that dies or hangs loses itself and nobody else.
 """
 
 from __future__ import annotations
