@@ -301,7 +301,7 @@ def tiny(monkeypatch):
     small = [
         replace(suite, cases=[replace(FULL, suite=suite.name, name=f"{suite.name} case")])
         for suite in suites.SUITES
-        if suite.cases and suite.name not in ("growth", "model") and not suite.apart
+        if suite.cases and suite.name not in ("growth", "model", "training") and not suite.apart
     ]
     (tensors,) = (suite for suite in small if suite.name == "tensors")
     tensors.cases.append(BackwardCase("tensors", "backward case", 2, 2, 9, 8))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from sqrtdk.bench.probes import Probe, Prober, best_of
 from sqrtdk.bench.suites import Suite, choose_suites, memory_lengths
 from sqrtdk.bench.timing import FEWEST_ROUNDS, Measurement, measure
 from sqrtdk.display import count
-from sqrtdk.errors import InvalidValueError
+from sqrtdk.errors import FallbackWarning, InvalidValueError
 from sqrtdk.records import Record, cpu_name
 from sqrtdk.report.files import write_whole
 
@@ -78,7 +79,13 @@ def run_benchmark(
     if rounds < FEWEST_ROUNDS:
         raise InvalidValueError(f"rounds must be at least {FEWEST_ROUNDS} for an interval, got {rounds}")
     default_threads = backends.threads()
-    with backends.use(backends.current() if backend is None else backend), _threads(threads) as used:
+    with (
+        backends.use(backends.current() if backend is None else backend),
+        _threads(threads) as used,
+        warnings.catch_warnings(),
+    ):
+        # What the backend does not compute (dropout) is timed with the engine that does.
+        warnings.simplefilter("ignore", FallbackWarning)
         setting = _Setting(rounds, used, backends.current(), quick, np.random.default_rng(seed))
         present, missing = _find_present(chosen, used, default_threads)
         kept, missing = _leave_out(chosen, present, missing)

@@ -20,9 +20,21 @@ TORCH = "torch SDPA"
 PEERS = ("zentorch", "FlexAttention, compiled", "onnxruntime", "OpenVINO", "jax")
 TORCH_BACKWARD = "torch SDPA forward and backward"
 MODEL_PEERS = ("model with sdpa", "model with eager")
+TRAINING = "training with sqrtdk"
+TRAINING_WITH_STATISTICS = "training with sqrtdk and statistics"
+TRAINING_PEER = "training with sdpa"
 
 # Whose times are set against those of the others.
-SUBJECTS = (PLAIN, WITH_STATISTICS, TENSORS, TENSORS_WITH_STATISTICS, TENSORS_BACKWARD, MODEL)
+SUBJECTS = (
+    PLAIN,
+    WITH_STATISTICS,
+    TENSORS,
+    TENSORS_WITH_STATISTICS,
+    TENSORS_BACKWARD,
+    MODEL,
+    TRAINING,
+    TRAINING_WITH_STATISTICS,
+)
 
 # Which extra of sqrtdk brings a package; the last that is absent is told, as it brings the ones before it.
 _EXTRAS = {"torch": "torch", "transformers": "hf"}

@@ -25,6 +25,7 @@ from sqrtdk.bench.model import MODEL_CONTENDERS
 from sqrtdk.bench.peers import PEER_CONTENDERS
 from sqrtdk.bench.task import Answer
 from sqrtdk.bench.tensors import TENSOR_CONTENDERS, tensor_of, tensors_of
+from sqrtdk.bench.training import TRAINING_CONTENDERS
 from sqrtdk.errors import unknown_name
 
 
@@ -102,6 +103,7 @@ CONTENDERS: Sequence[Contender] = (
     Contender(WITHOUT_MASK, (), _prepare_sqrtdk(statistics=False, mask=False), _read_sqrtdk),
     *TENSOR_CONTENDERS,
     *MODEL_CONTENDERS,
+    *TRAINING_CONTENDERS,
     *PEER_CONTENDERS,
     Contender("n×n in NumPy", (), _prepare_numpy_matrix, _read_by_hand, takes_threads=False),
     Contender("n×n in torch", ("torch",), _prepare_torch_matrix, _read_by_hand),

@@ -18,6 +18,9 @@ from sqrtdk.bench.contender import (
     TENSORS_WITH_STATISTICS,
     TORCH,
     TORCH_BACKWARD,
+    TRAINING,
+    TRAINING_PEER,
+    TRAINING_WITH_STATISTICS,
     WITH_STATISTICS,
     WITHOUT_MASK,
 )
@@ -25,6 +28,7 @@ from sqrtdk.bench.contenders import BY_HAND, MATRICES
 from sqrtdk.bench.model import ModelCase
 from sqrtdk.bench.task import Task
 from sqrtdk.bench.tensors import BackwardCase
+from sqrtdk.bench.training import TrainingCase
 from sqrtdk.errors import unknown_name
 
 _SQUARES = ((8, 8, 128, 64), (1, 8, 512, 64), (1, 8, 2048, 64), (1, 4, 4096, 128))
@@ -184,6 +188,12 @@ SUITES = (
         apart=True,
     ),
     Suite("model", "a whole model, its attention exchanged", [ModelCase(4, 512)], (MODEL, *MODEL_PEERS)),
+    Suite(
+        "training",
+        "a training step of a whole model, its attention exchanged",
+        [TrainingCase(4, 512), TrainingCase(4, 512, dropout=0.1)],
+        (TRAINING, TRAINING_WITH_STATISTICS, TRAINING_PEER),
+    ),
     Suite("growth", "time over N as a power", _growing(), (PLAIN, WITH_STATISTICS, TORCH)),
     Suite("memory", "peak memory beyond inputs and results", (), (PLAIN, WITH_STATISTICS, TORCH, *MATRICES)),
 )
