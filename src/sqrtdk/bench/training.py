@@ -54,9 +54,14 @@ class TrainingCase(ModelCase):
         return f"{super().name}, training step, dropout {self.dropout:g}"
 
     def settings(self) -> dict[str, Any]:
-        """The probabilities of dropout, and the loss, which the model would else look for with a warning."""
-        dropout = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), self.dropout)
-        return {**dropout, "loss_type": "ForCausalLM"}
+        """The probabilities of dropout."""
+        return dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), self.dropout)
+
+    def make_inputs(self, rng: np.random.Generator) -> list[ModelInputs]:
+        """A model with random weights, and random tokens."""
+        made = super().make_inputs(rng)
+        made[0].model.loss_type = "ForCausalLM"  # what the model would choose itself, with a warning
+        return made
 
     def compute_truth(self, inputs: ModelInputs) -> Truth:
         """The gradient in float64, with the attention that transformers writes out in full."""
