@@ -37,10 +37,10 @@ def test_costs_have_a_table():
         {"suite": "square", "case": "full", "cost_of": "all statistics", "percent": 5.04, "low": 4.9, "high": 5.2},
         {"suite": "square", "case": "noisy", "cost_of": "all statistics", "percent": None, "low": None, "high": None},
     ]
-    lines = write_tables(record)["costs"].splitlines()
+    lines = write_tables(record)["costs_square"].splitlines()
     assert lines[2:4] == [
-        "| square | full | all statistics | 5.0 [4.9, 5.2] |",
-        "| square | noisy | all statistics | too few good rounds |",
+        "| full | all statistics | 5.0 [4.9, 5.2] |",
+        "| noisy | all statistics | too few good rounds |",
     ]
 
 

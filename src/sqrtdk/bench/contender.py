@@ -18,6 +18,8 @@ TENSORS_BACKWARD = "sqrtdk.torch forward and backward"
 MODEL = "model with sqrtdk"
 TORCH = "torch SDPA"
 PEERS = ("zentorch", "FlexAttention, compiled", "onnxruntime", "OpenVINO", "jax")
+TENSORS_RECORDED = "sqrtdk.torch recorded"
+TORCH_RECORDED = "torch SDPA recorded"
 TORCH_BACKWARD = "torch SDPA forward and backward"
 MODEL_PEERS = ("model with sdpa", "model with eager")
 TRAINING = "training with sqrtdk"
@@ -31,6 +33,7 @@ SUBJECTS = (
     TENSORS,
     TENSORS_WITH_STATISTICS,
     TENSORS_BACKWARD,
+    TENSORS_RECORDED,
     MODEL,
     TRAINING,
     TRAINING_WITH_STATISTICS,

@@ -1,7 +1,7 @@
 """Tables of a benchmark as Markdown, and documents whose tables are filled from its JSON.
 
 A document holds `<!-- bench: NAME -->`, and further down `<!-- end -->`; what lies between is written here. NAME is
-that of a suite, or `costs`.
+that of a suite, or `costs_` with that of a suite.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def write_tables(record: Record) -> dict[str, str]:
         for suite in dict.fromkeys(row["suite"] for row in ratios)
     }
     costs = record.tables.get("costs", [])
-    if costs:
-        tables["costs"] = _write_costs(costs)
+    for suite in dict.fromkeys(row["suite"] for row in costs):
+        tables[f"costs_{suite}"] = _write_costs([row for row in costs if row["suite"] == suite])
     left_out = record.tables.get("left_out", [])
     return {name: table + _describe(record, left_out) for name, table in tables.items()}
 
@@ -88,11 +88,11 @@ def _write_cell(row: Mapping[str, Any]) -> str:
 
 
 def _write_costs(rows: Rows) -> str:
-    lines = [_line(("suite", "case", "cost of", "percent")), _line(["---"] * 4)]
+    lines = [_line(("case", "cost of", "percent")), _line(["---"] * 3)]
     for row in rows:
         known = row["percent"] is not None
         percent = f"{row['percent']:.1f} [{row['low']:.1f}, {row['high']:.1f}]" if known else "too few good rounds"
-        lines.append(_line((row["suite"], row["case"], row["cost_of"], percent)))
+        lines.append(_line((row["case"], row["cost_of"], percent)))
     return "\n".join(lines) + "\n"
 
 

@@ -15,9 +15,11 @@ from sqrtdk.bench.contender import (
     SUBJECTS,
     TENSORS,
     TENSORS_BACKWARD,
+    TENSORS_RECORDED,
     TENSORS_WITH_STATISTICS,
     TORCH,
     TORCH_BACKWARD,
+    TORCH_RECORDED,
     TRAINING,
     TRAINING_PEER,
     TRAINING_WITH_STATISTICS,
@@ -27,7 +29,7 @@ from sqrtdk.bench.contender import (
 from sqrtdk.bench.contenders import BY_HAND, MATRICES
 from sqrtdk.bench.model import ModelCase
 from sqrtdk.bench.task import Task
-from sqrtdk.bench.tensors import BackwardCase
+from sqrtdk.bench.tensors import BackwardCase, RecordedCase
 from sqrtdk.bench.training import TrainingCase
 from sqrtdk.errors import unknown_name
 
@@ -40,6 +42,7 @@ _WINDOW = 256
 _QUICK_LENGTH = 2048
 _TENSORS = (TENSORS, TENSORS_WITH_STATISTICS, TORCH)
 _BACKWARD = (TENSORS_BACKWARD, TORCH_BACKWARD)
+_RECORDED = (TENSORS_RECORDED, TORCH_RECORDED)
 
 
 @dataclass(frozen=True)
@@ -62,9 +65,10 @@ class Suite:
 
     def contenders_for(self, case: Task) -> list[str]:
         """Who is timed on one of the cases."""
-        if isinstance(case, BackwardCase):
-            return [name for name in self.contenders if name in _BACKWARD]
-        left_away = set(_BACKWARD)
+        for kind, own in ((BackwardCase, _BACKWARD), (RecordedCase, _RECORDED)):
+            if isinstance(case, kind):
+                return [name for name in self.contenders if name in own]
+        left_away = {*_BACKWARD, *_RECORDED}
         # A mask that hides something changes the answer, so only one that hides nothing can be left away.
         if not isinstance(case, Case) or case.padding != 0.0:
             left_away.add(WITHOUT_MASK)
@@ -165,6 +169,9 @@ def _tiny() -> list[Case]:
         Case("overhead", "1×1×1×16", 1, 1, 1, 16),
         Case("overhead", "1×1×8×16", 1, 1, 8, 16),
         Case("overhead", "1×4×16×64", 1, 4, 16, 64),
+        Case("overhead", "decode, 8 heads, S 64, D 64", 1, 8, 1, 64, keys=64),
+        RecordedCase("overhead", "1×2×4×16, recorded", 1, 2, 4, 16),
+        BackwardCase("overhead", "1×2×4×16, with gradients", 1, 2, 4, 16),
     ]
 
 
@@ -177,7 +184,9 @@ SUITES = (
         (WITH_STATISTICS, *BY_HAND),
     ),
     Suite("real", "shapes, layouts and masks of models", _real(), (PLAIN, WITH_STATISTICS, WITHOUT_MASK, TORCH)),
-    Suite("overhead", "a call on next to nothing", _tiny(), (PLAIN, WITH_STATISTICS, *_TENSORS)),
+    Suite(
+        "overhead", "a call on next to nothing", _tiny(), (PLAIN, WITH_STATISTICS, *_TENSORS, *_RECORDED, *_BACKWARD)
+    ),
     Suite("tensors", "tensors, forward, and forward and backward", _tensors(), (*_TENSORS, *_BACKWARD)),
     Suite("bfloat16", "the same in bfloat16, B×H×N×D", _narrow(), (*_TENSORS, *_BACKWARD)),
     Suite(

@@ -14,9 +14,11 @@ from sqrtdk.bench.cases import Case, Inputs
 from sqrtdk.bench.contender import (
     TENSORS,
     TENSORS_BACKWARD,
+    TENSORS_RECORDED,
     TENSORS_WITH_STATISTICS,
     TORCH,
     TORCH_BACKWARD,
+    TORCH_RECORDED,
     Contender,
     Run,
 )
@@ -82,6 +84,11 @@ class BackwardCase(Case):
         return super().multiply_adds() * 7 // 2
 
 
+@dataclass(frozen=True)
+class RecordedCase(Case):
+    """The same computation, recorded for a backward pass that never comes."""
+
+
 def tensors_of(inputs: Inputs, dtype: str = "float32") -> list[Any]:
     """q, k and v as tensors, in float32 on the same memory."""
     import torch
@@ -145,6 +152,15 @@ def _prepare_forward(choose: Callable[[Case, Inputs], Attend]) -> Callable[[Case
     return prepare
 
 
+def _prepare_recorded(choose: Callable[[Case, Inputs], Attend]) -> Callable[[Case, Inputs, int], Run]:
+    def prepare(case: Case, inputs: Inputs, threads: int) -> Run:
+        q, k, v = (tensor.requires_grad_() for tensor in tensors_of(inputs, case.dtype))
+        attend = choose(case, inputs)
+        return lambda: attend(q, k, v)
+
+    return prepare
+
+
 def _prepare_backward(choose: Callable[[Case, Inputs], Attend]) -> Callable[[Case, Inputs, int], Run]:
     def prepare(case: Case, inputs: Inputs, threads: int) -> Run:
         import torch
@@ -168,7 +184,7 @@ def _require_gradient(inputs: Inputs) -> Array:
 
 
 def _read_output(output: Any) -> Answer:
-    return Answer(output.float().numpy())
+    return Answer(output.detach().float().numpy())
 
 
 def _read_statistics(result: Any) -> Answer:
@@ -184,6 +200,8 @@ TENSOR_CONTENDERS = (
     Contender(TENSORS, ("torch",), _prepare_forward(_attend_by_sqrtdk), _read_output),
     Contender(TENSORS_WITH_STATISTICS, ("torch",), _prepare_forward(_describe_by_sqrtdk), _read_statistics),
     Contender(TENSORS_BACKWARD, ("torch",), _prepare_backward(_attend_by_sqrtdk), _read_gradients),
+    Contender(TENSORS_RECORDED, ("torch",), _prepare_recorded(_attend_by_sqrtdk), _read_output),
+    Contender(TORCH_RECORDED, ("torch",), _prepare_recorded(_attend_by_torch), _read_output),
     Contender(TORCH, ("torch",), _prepare_forward(_attend_by_torch), _read_output),
     Contender(TORCH_BACKWARD, ("torch",), _prepare_backward(_attend_by_torch), _read_gradients),
 )
