@@ -301,7 +301,7 @@ def tiny(monkeypatch):
     small = [
         replace(suite, cases=[replace(FULL, suite=suite.name, name=f"{suite.name} case")])
         for suite in suites.SUITES
-        if suite.cases and suite.name not in ("growth", "model")
+        if suite.cases and suite.name not in ("growth", "model", "training") and not suite.apart
     ]
     (tensors,) = (suite for suite in small if suite.name == "tensors")
     tensors.cases.append(BackwardCase("tensors", "backward case", 2, 2, 9, 8))
@@ -317,7 +317,7 @@ def test_a_run_keeps_every_timing(tiny):
     assert record.spec["threads"] == 1
     assert record.spec["backend"] == "reference"
     assert record.spec["command"].startswith(
-        "sqrtdk bench --suite square,statistics,real,overhead,tensors --rounds 5 --thr"
+        "sqrtdk bench --suite square,statistics,real,overhead,tensors,bfloat16 --rounds 5 --thr"
     )
     content = json.loads(json.dumps(record.as_json()))
     assert content["cpu"]
@@ -421,7 +421,10 @@ def test_command_writes_json_and_figure(tiny, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--suite", "squares"], "known: growth, memory, model, overhead, real, square, statistics, tensors"),
+        (
+            ["--suite", "squares"],
+            "known: bfloat16, growth, memory, model, overhead, peers, real, square, statistics, tensors",
+        ),
         (["--rounds", "4"], "rounds must be at least 5 for an interval, got 4"),
         (["--threads", "0"], "count must lie between 1 and 256, got 0"),
         (["--backend", "sse"], "unknown backend 'sse'; known: avx2, avx512, avx512_bf16, portable, reference"),

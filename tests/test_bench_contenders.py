@@ -5,7 +5,7 @@ import pytest
 
 import sqrtdk
 from sqrtdk import backends
-from sqrtdk.bench import by_hand, contenders, suites
+from sqrtdk.bench import by_hand, contenders, peers, suites
 from sqrtdk.bench.cases import Case
 from sqrtdk.bench.contender import NotForThisCaseError
 from sqrtdk.bench.contenders import find_contender
@@ -95,7 +95,7 @@ def test_statistics_by_hand_are_the_statistics(causal):
 
 
 class FakeJax:
-    """What its documentation says of jax.nn.dot_product_attention: `[B, T, N, H]` in and out, grouped heads, masks."""
+    """What its documentation says of jax.nn.dot_product_attention: `[B, T, N, H]` in and out."""
 
     numpy = np
 
@@ -108,9 +108,8 @@ class FakeJax:
         return function
 
     @staticmethod
-    def dot_product_attention(q, k, v, *, mask, is_causal, local_window_size):
-        window = local_window_size
-        result = sqrtdk.attention(*(x.swapaxes(1, 2) for x in (q, k, v)), mask=mask, causal=is_causal, window=window)
+    def dot_product_attention(q, k, v, *, is_causal):
+        result = sqrtdk.attention(*(x.swapaxes(1, 2) for x in (q, k, v)), causal=is_causal)
 
         class Result(np.ndarray):
             def block_until_ready(self):
@@ -121,8 +120,12 @@ class FakeJax:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_jax_gets_its_layout(case, monkeypatch):
-    monkeypatch.setattr(contenders, "import_module", {"jax": FakeJax()}.__getitem__)
+    monkeypatch.setattr(peers, "import_module", {"jax": FakeJax()}.__getitem__)
     contender, inputs = find_contender("jax"), case.make_inputs(rng())[0]
+    if case.groups or case.window or case.padding is not None:
+        with pytest.raises(NotForThisCaseError, match="only"):
+            contender.prepare(case, inputs, 1)
+        return
     truth = case.compute_truth(inputs)
     answer = contender.read(contender.prepare(case, inputs, 1)())
     np.testing.assert_allclose(answer.output[:, :, truth.rows], truth.output, atol=2e-6)

@@ -83,6 +83,10 @@ def test_without_torch_the_other_suites_run(tiny, monkeypatch):
         "sqrtdk.torch",
         "sqrtdk.torch with statistics",
         "torch SDPA",
+        "sqrtdk.torch recorded",
+        "torch SDPA recorded",
+        "sqrtdk.torch forward and backward",
+        "torch SDPA forward and backward",
     ]
     assert {row["contender"] for row in record.tables["timings"]} == {"sqrtdk", "sqrtdk with statistics"}
 

@@ -10,7 +10,7 @@ from sqrtdk import backends
 from sqrtdk.bench import suites, tabulation, timing
 from sqrtdk.bench.cases import Case
 from sqrtdk.bench.contenders import find_contender
-from sqrtdk.bench.tensors import BackwardCase
+from sqrtdk.bench.tensors import BackwardCase, RecordedCase
 from sqrtdk.report import figure_for
 
 torch = pytest.importorskip("torch")
@@ -160,3 +160,20 @@ def test_gradients_have_their_own_panel():
     figure = figure_for(replace(record, tables=record.tables | {"ratios": [gradients, tensors]}))
     assert [panel.title for panel in figure.panels[:2]] == ["Tensors, forward", "Tensors, forward and backward"]
     assert all(panel.series[-1].symbol == "square" for panel in figure.panels[:2])
+
+
+def test_recorded_calls_are_compared_among_themselves():
+    (suite,) = suites.choose_suites(["overhead"])
+    (case,) = (case for case in suite.cases if isinstance(case, RecordedCase))
+    assert suite.contenders_for(case) == ["sqrtdk.torch recorded", "torch SDPA recorded"]
+    inputs = case.make_inputs(np.random.default_rng(0))[0]
+    for name in suite.contenders_for(case):
+        contender = find_contender(name)
+        output = contender.prepare(case, inputs, 1)()
+        assert output.requires_grad
+        assert case.compute_truth(inputs).compare(contender.read(output)).error < 1e-6
+    (backward,) = (case for case in suite.cases if isinstance(case, BackwardCase))
+    assert suite.contenders_for(backward) == [
+        "sqrtdk.torch forward and backward",
+        "torch SDPA forward and backward",
+    ]

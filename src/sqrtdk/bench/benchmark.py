@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 
 from sqrtdk import backends
 from sqrtdk.bench import tabulation
+from sqrtdk.bench.apart import Guest
 from sqrtdk.bench.contender import Contender
 from sqrtdk.bench.contenders import find_contender, peer_versions
 from sqrtdk.bench.memory import Peak, measure_peak
@@ -21,7 +23,7 @@ from sqrtdk.bench.probes import Probe, Prober, best_of
 from sqrtdk.bench.suites import Suite, choose_suites, memory_lengths
 from sqrtdk.bench.timing import FEWEST_ROUNDS, Measurement, measure
 from sqrtdk.display import count
-from sqrtdk.errors import InvalidValueError
+from sqrtdk.errors import FallbackWarning, InvalidValueError
 from sqrtdk.records import Record, cpu_name
 from sqrtdk.report.files import write_whole
 
@@ -52,7 +54,9 @@ def run_benchmark(
     seed: int = 0,
     on_step: Tell | None = None,
 ) -> Record:
-    """Time attention in float32, on arrays, on tensors and in a model, beside its peers, in one process, interleaved.
+    """Time attention on arrays, on tensors and in a model, beside its peers, interleaved.
+
+    Contenders share one process but in the suite `peers`, where each has its own.
 
     Args:
         suites: names from `suites.SUITES`; None is all of them.
@@ -75,7 +79,13 @@ def run_benchmark(
     if rounds < FEWEST_ROUNDS:
         raise InvalidValueError(f"rounds must be at least {FEWEST_ROUNDS} for an interval, got {rounds}")
     default_threads = backends.threads()
-    with backends.use(backends.current() if backend is None else backend), _threads(threads) as used:
+    with (
+        backends.use(backends.current() if backend is None else backend),
+        _threads(threads) as used,
+        warnings.catch_warnings(),
+    ):
+        # What the backend does not compute (dropout) is timed with the engine that does.
+        warnings.simplefilter("ignore", FallbackWarning)
         setting = _Setting(rounds, used, backends.current(), quick, np.random.default_rng(seed))
         present, missing = _find_present(chosen, used, default_threads)
         kept, missing = _leave_out(chosen, present, missing)
@@ -87,7 +97,7 @@ def run_benchmark(
         "backend": setting.level,
         "quick": quick,
         "seed": seed,
-        "dtype": "float32",
+        "dtype": ", ".join(sorted({case.dtype for suite in kept for case in suite.cases} or {"float32"})),
         "cpu": cpu_name(),
         "peers": peer_versions(),
         "command": _name_command([suite.name for suite in chosen], setting, seed),
@@ -168,21 +178,40 @@ def _run_suites(
     for _ in range(_FIRST_PROBES):
         prober.probe()
     measurements = []
-    for index, (suite, case) in enumerate(cases):
-        contenders = [present[name] for name in suite.contenders_for(case) if name in present]
-        label = f"{suite.name}: {case.name}"
+    with ExitStack() as stack:
+        guests = _invite(suites, present, setting, stack)
+        for index, (suite, case) in enumerate(cases):
+            names = [name for name in suite.contenders_for(case) if name in present]
+            contenders = [guests[name].as_contender() if suite.apart else present[name] for name in names]
+            label = f"{suite.name}: {case.name}"
 
-        def follow(done: int, label: str = label, index: int = index) -> None:
-            tell(label, (index + min(done / setting.rounds, 1.0)) / steps)
+            def follow(done: int, label: str = label, index: int = index) -> None:
+                tell(label, (index + min(done / setting.rounds, 1.0)) / steps)
 
-        tell(label, index / steps)
-        common: dict[str, Any] = {"rounds": setting.rounds, "threads": setting.threads, "rng": setting.rng}
-        measurements.append(measure(case, contenders, prober, on_round=follow, **common))
+            tell(label, index / steps)
+            common: dict[str, Any] = {"rounds": setting.rounds, "threads": setting.threads, "rng": setting.rng}
+            measurements.append(measure(case, contenders, prober, on_round=follow, **common))
     peaks = []
     for index, (contender, n) in enumerate(tasks):
         tell(f"memory: {contender.name}, N {n}", (len(cases) + index) / steps)
         peaks.append(measure_peak(contender, n, setting.threads))
     return measurements, prober.results, peaks
+
+
+def _invite(
+    suites: Sequence[Suite], present: dict[str, Contender], setting: _Setting, stack: ExitStack
+) -> dict[str, Guest]:
+    """The contenders of suites that keep them apart, each to be ended with the stack."""
+    guests = {
+        name: Guest(name, setting.level, setting.threads)
+        for suite in suites
+        if suite.apart
+        for name in suite.contenders
+        if name in present
+    }
+    for guest in guests.values():
+        stack.callback(guest.close)
+    return guests
 
 
 def _make_record(
@@ -208,6 +237,7 @@ def _make_record(
                 "suite": one.case.suite,
                 "case": one.case.name,
                 "shape": one.case.shape,
+                "dtype": one.case.dtype,
                 "repeats": one.repeats,
                 "seconds": one.seconds,
                 "probes": [probe._asdict() for probe in one.probes],
@@ -219,5 +249,5 @@ def _make_record(
         "probes": [probe._asdict() for probe in probes],
         "best_probe": best._asdict(),
     }
-    about = f"{spec['cpu']}, {spec['backend']}, {count(spec['threads'], 'thread')}, float32"
+    about = f"{spec['cpu']}, {spec['backend']}, {count(spec['threads'], 'thread')}, {spec['dtype']}"
     return Record("bench", spec, tables, curves, tabulation.read_tables(tables, about))

@@ -18,10 +18,30 @@ from sqrtdk.bench.task import Answer, Array, Errors, Truth
 CHECKED_ROWS = 128
 
 
+def narrow_to_bfloat16(array: Array) -> Array:
+    """The bits of finite float32 numbers rounded to bfloat16, ties to even, as uint16.
+
+    >>> [hex(bits) for bits in narrow_to_bfloat16(np.array([1.0, 1.00390625, -2.0], np.float32))]
+    ['0x3f80', '0x3f80', '0xc000']
+    """
+    bits = array.view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def widen_bfloat16(bits: Array) -> Array:
+    """The float32 numbers that the bits of bfloat16 stand for.
+
+    >>> widen_bfloat16(np.array([0x3F80, 0xC000], np.uint16))
+    array([ 1., -2.], dtype=float32)
+    """
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
 class Inputs(NamedTuple):
     """Arrays of one call: q `[B, H, L, D]`, k and v `[B, G, S, D]` in float32, a boolean mask `[B, 1, 1, S]` if any.
 
-    Where gradients are computed, `grad_output` `[B, H, L, D]` is that of the output.
+    The dtype of the case holds their values exactly. Where gradients are computed, `grad_output` `[B, H, L, D]` is that
+    of the output.
     """
 
     q: Array
@@ -62,6 +82,7 @@ class Case:
         by_token: q, k and v lie in memory as `[B, L, H, D]`, as a projection leaves them.
         sets: so many inputs are used in turn; enough of them, and keys and values come from memory, not from a cache.
         bound_by_reading: judged by the bytes of k and v it reads, not by its multiply-adds.
+        dtype: what contenders are given and compute in, "float32" or "bfloat16".
     """
 
     suite: str
@@ -78,6 +99,7 @@ class Case:
     by_token: bool = False
     sets: int = 1
     bound_by_reading: bool = False
+    dtype: str = "float32"
 
     error_of: ClassVar[str] = "output"
 
@@ -119,11 +141,11 @@ class Case:
         return 2 * self.d_k * self.visible_pairs()
 
     def bytes_read(self) -> int | None:
-        """Bytes of k and v in float32, if reading them is what takes the time."""
+        """Bytes of k and v, if reading them is what takes the time."""
         if not self.bound_by_reading:
             return None
         batch, _, groups, _, keys, d_k = self.shape
-        return 2 * batch * groups * keys * d_k * 4
+        return 2 * batch * groups * keys * d_k * (2 if self.dtype == "bfloat16" else 4)
 
     def visible(self, rows: Array | None = None) -> Array | None:
         """Who sees whom as a boolean array `[B or 1, 1, R, S]` for the queries `rows`; None if everybody sees all."""
@@ -160,10 +182,12 @@ class Case:
         ]
 
     def draw(self, rng: np.random.Generator, heads: int, length: int) -> Array:
-        """Standard normal numbers `[B, heads, length, D]` in the memory layout of the case."""
-        if self.by_token:
-            return rng.standard_normal((self.batch, length, heads, self.d_k), dtype=np.float32).swapaxes(1, 2)
-        return rng.standard_normal((self.batch, heads, length, self.d_k), dtype=np.float32)
+        """Standard normal numbers `[B, heads, length, D]` in the memory layout of the case, rounded to its dtype."""
+        shape = (self.batch, length, heads, self.d_k) if self.by_token else (self.batch, heads, length, self.d_k)
+        drawn = rng.standard_normal(shape, dtype=np.float32)
+        if self.dtype == "bfloat16":
+            drawn = widen_bfloat16(narrow_to_bfloat16(drawn))
+        return drawn.swapaxes(1, 2) if self.by_token else drawn
 
     def compute_truth(self, inputs: Inputs) -> Truth:
         """The reference's answer in float64 for `CHECKED_ROWS` queries spread evenly, first and last among them."""

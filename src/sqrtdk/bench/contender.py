@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from sqrtdk.bench.task import Answer
 
@@ -17,20 +17,51 @@ TENSORS_WITH_STATISTICS = "sqrtdk.torch with statistics"
 TENSORS_BACKWARD = "sqrtdk.torch forward and backward"
 MODEL = "model with sqrtdk"
 TORCH = "torch SDPA"
+PEERS = ("zentorch", "FlexAttention, compiled", "onnxruntime", "OpenVINO", "jax")
+TENSORS_RECORDED = "sqrtdk.torch recorded"
+TORCH_RECORDED = "torch SDPA recorded"
 TORCH_BACKWARD = "torch SDPA forward and backward"
 MODEL_PEERS = ("model with sdpa", "model with eager")
+TRAINING = "training with sqrtdk"
+TRAINING_WITH_STATISTICS = "training with sqrtdk and statistics"
+TRAINING_PEER = "training with sdpa"
 
 # Whose times are set against those of the others.
-SUBJECTS = (PLAIN, WITH_STATISTICS, TENSORS, TENSORS_WITH_STATISTICS, TENSORS_BACKWARD, MODEL)
+SUBJECTS = (
+    PLAIN,
+    WITH_STATISTICS,
+    TENSORS,
+    TENSORS_WITH_STATISTICS,
+    TENSORS_BACKWARD,
+    TENSORS_RECORDED,
+    MODEL,
+    TRAINING,
+    TRAINING_WITH_STATISTICS,
+)
 
 # Which extra of sqrtdk brings a package; the last that is absent is told, as it brings the ones before it.
 _EXTRAS = {"torch": "torch", "transformers": "hf"}
+_EXTRAS |= dict.fromkeys(("onnxruntime", "onnx", "openvino", "zentorch"), "peers")
 
 Run = Callable[[], Any]
 
 
 class NotForThisCaseError(Exception):
     """The contender has no way to compute the case; the message says what is missing."""
+
+
+class PeerError(Exception):
+    """A contender in a process of its own failed, died or does not answer; the message says which."""
+
+
+class RemoteRun(Protocol):
+    """A call in another process, which is timed there: the way there and back is not part of it."""
+
+    def __call__(self) -> Answer:
+        """Run it once and bring the answer."""
+
+    def time(self, repeats: int, warm_up: bool) -> float:
+        """As `timing.time_run`, over there."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ A contender turns the inputs into its own arrays before the clock starts; what i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib import import_module, metadata
+from importlib import metadata
 
 import numpy as np
 
@@ -15,7 +15,6 @@ from sqrtdk.bench import by_hand
 from sqrtdk.bench.cases import Case, Inputs
 from sqrtdk.bench.contender import (
     PLAIN,
-    TORCH,
     WITH_STATISTICS,
     WITHOUT_MASK,
     Contender,
@@ -23,8 +22,10 @@ from sqrtdk.bench.contender import (
     Run,
 )
 from sqrtdk.bench.model import MODEL_CONTENDERS
-from sqrtdk.bench.task import Answer, Array
+from sqrtdk.bench.peers import PEER_CONTENDERS
+from sqrtdk.bench.task import Answer
 from sqrtdk.bench.tensors import TENSOR_CONTENDERS, tensor_of, tensors_of
+from sqrtdk.bench.training import TRAINING_CONTENDERS
 from sqrtdk.errors import unknown_name
 
 
@@ -87,78 +88,9 @@ def _prepare_numpy_matrix(case: Case, inputs: Inputs, threads: int) -> Run:
     return lambda: by_hand.attend_in_numpy(inputs, visible)
 
 
-def _prepare_onnxruntime(case: Case, inputs: Inputs, threads: int) -> Run:
-    """Its own operator, MultiHeadAttention, on `[B, L, H·D]`."""
-    _require_plain(case)
-    runtime, onnx = import_module("onnxruntime"), import_module("onnx")
-    fed = {name: _by_token(array) for name, array in zip("qkv", inputs[:3], strict=True)}
-    fed = {name: array.reshape(*array.shape[:2], -1) for name, array in fed.items()}
-    real = onnx.TensorProto.FLOAT
-    node = onnx.helper.make_node(
-        "MultiHeadAttention", list("qkv"), ["o"], domain="com.microsoft", num_heads=case.heads,
-        unidirectional=int(case.causal),
-    )  # fmt: skip
-    graph = onnx.helper.make_graph(
-        [node],
-        "attention",
-        [onnx.helper.make_tensor_value_info(name, real, array.shape) for name, array in fed.items()],
-        [onnx.helper.make_tensor_value_info("o", real, fed["q"].shape)],
-    )
-    domains = [onnx.helper.make_opsetid("", 17), onnx.helper.make_opsetid("com.microsoft", 1)]
-    options = runtime.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.inter_op_num_threads = 1
-    model = onnx.helper.make_model(graph, opset_imports=domains, ir_version=8)
-    session = runtime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    heads = case.heads
-    return lambda: (session.run(None, fed)[0], heads)
-
-
-def _read_onnxruntime(result: tuple[Array, int]) -> Answer:
-    output, heads = result
-    return Answer(output.reshape(*output.shape[:2], heads, -1).swapaxes(1, 2))
-
-
-def _prepare_openvino(case: Case, inputs: Inputs, threads: int) -> Run:
-    _require_plain(case)
-    openvino, operations = import_module("openvino"), import_module("openvino.opset13")
-    arrays = [np.ascontiguousarray(array) for array in inputs[:3]]
-    parameters = [operations.parameter(list(array.shape), np.float32) for array in arrays]
-    node = operations.scaled_dot_product_attention(*parameters, causal=case.causal)
-    settings = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
-    compiled = openvino.Core().compile_model(openvino.Model([node], parameters, "attention"), "CPU", settings)
-    request = compiled.create_infer_request()
-    fed = dict(enumerate(arrays))
-    return lambda: request.infer(fed, share_inputs=True, share_outputs=True)[0]
-
-
-def _prepare_jax(case: Case, inputs: Inputs, threads: int) -> Run:
-    jax = import_module("jax")
-    q, k, v = (jax.numpy.asarray(_by_token(array)) for array in inputs[:3])
-    mask = None if inputs.mask is None else jax.numpy.asarray(inputs.mask)
-    window = None if case.window is None else (case.window, 0)
-    causal = case.causal or case.window is not None
-    attend = jax.jit(
-        lambda q, k, v: jax.nn.dot_product_attention(
-            q, k, v, mask=mask, is_causal=causal, local_window_size=window
-        )
-    )  # fmt: skip
-    return lambda: attend(q, k, v).block_until_ready()
-
-
-def _require_plain(case: Case) -> None:
-    _require_equal_heads(case)
-    if case.window is not None or case.padding is not None:
-        raise NotForThisCaseError("timed without masks and windows only")
-
-
 def _require_equal_heads(case: Case) -> None:
     if case.groups not in (None, case.heads):
         raise NotForThisCaseError("timed with as many key/value heads as query heads only")
-
-
-def _by_token(array: Array) -> Array:
-    return np.ascontiguousarray(array.swapaxes(1, 2))
 
 
 def _read_by_hand(result: by_hand.ByHand) -> Answer:
@@ -171,16 +103,12 @@ CONTENDERS: Sequence[Contender] = (
     Contender(WITHOUT_MASK, (), _prepare_sqrtdk(statistics=False, mask=False), _read_sqrtdk),
     *TENSOR_CONTENDERS,
     *MODEL_CONTENDERS,
-    Contender("onnxruntime", ("onnxruntime", "onnx"), _prepare_onnxruntime, _read_onnxruntime),
-    Contender("OpenVINO", ("openvino",), _prepare_openvino, lambda result: Answer(np.asarray(result))),
-    Contender(
-        "jax", ("jax",), _prepare_jax, lambda result: Answer(np.asarray(result).swapaxes(1, 2)), takes_threads=False
-    ),
+    *TRAINING_CONTENDERS,
+    *PEER_CONTENDERS,
     Contender("n×n in NumPy", (), _prepare_numpy_matrix, _read_by_hand, takes_threads=False),
     Contender("n×n in torch", ("torch",), _prepare_torch_matrix, _read_by_hand),
     Contender("torch SDPA + second pass", ("torch",), _prepare_two_passes, _read_by_hand),
 )
 
-FUSED = (TORCH, "onnxruntime", "OpenVINO", "jax")
 MATRICES = ("n×n in torch", "n×n in NumPy")
 BY_HAND = ("torch SDPA + second pass", *MATRICES)

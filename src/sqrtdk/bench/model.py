@@ -56,6 +56,7 @@ class ModelCase:
     vocabulary: int = 50257
     suite: str = "model"
 
+    dtype: ClassVar[str] = "float32"
     sets: ClassVar[int] = 1
     error_of: ClassVar[str] = "logits, relative"
 
@@ -73,6 +74,10 @@ class ModelCase:
         """(B, L, layers, H, width, vocabulary)."""
         return self.batch, self.tokens, self.layers, self.heads, self.width, self.vocabulary
 
+    def settings(self) -> dict[str, Any]:
+        """What else is set in the configuration."""
+        return {}
+
     def make_inputs(self, rng: np.random.Generator) -> list[ModelInputs]:
         """A model with random weights, and random tokens; torch's random stream is left as it was."""
         import torch
@@ -87,6 +92,7 @@ class ModelCase:
             initializer_range=_SPREAD / self.width**0.5,
             bos_token_id=None,
             eos_token_id=None,
+            **self.settings(),
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int(rng.integers(2**31)))
@@ -127,7 +133,7 @@ def _predict(model: Any, tokens: Any) -> Any:
 def _prepare(implementation: str) -> Callable[[ModelCase, ModelInputs, int], Run]:
     def prepare(case: ModelCase, inputs: ModelInputs, threads: int) -> Run:
         if implementation == "sqrtdk":
-            _register()
+            register_sqrtdk()
         shared = {id(tensor): tensor for tensor in (*inputs.model.parameters(), *inputs.model.buffers())}
         model = copy.deepcopy(inputs.model, shared)
         model.set_attn_implementation(implementation)
@@ -136,7 +142,8 @@ def _prepare(implementation: str) -> Callable[[ModelCase, ModelInputs, int], Run
     return prepare
 
 
-def _register() -> None:
+def register_sqrtdk() -> None:
+    """Make transformers know sqrtdk; where it is too old for that, no case can be computed."""
     from sqrtdk.torch.huggingface import register_huggingface
 
     try:

@@ -10,39 +10,53 @@ from sqrtdk.bench.cases import Case
 from sqrtdk.bench.contender import (
     MODEL,
     MODEL_PEERS,
+    PEERS,
     PLAIN,
     SUBJECTS,
     TENSORS,
     TENSORS_BACKWARD,
+    TENSORS_RECORDED,
     TENSORS_WITH_STATISTICS,
     TORCH,
     TORCH_BACKWARD,
+    TORCH_RECORDED,
+    TRAINING,
+    TRAINING_PEER,
+    TRAINING_WITH_STATISTICS,
     WITH_STATISTICS,
     WITHOUT_MASK,
 )
-from sqrtdk.bench.contenders import BY_HAND, FUSED, MATRICES
+from sqrtdk.bench.contenders import BY_HAND, MATRICES
 from sqrtdk.bench.model import ModelCase
 from sqrtdk.bench.task import Task
-from sqrtdk.bench.tensors import BackwardCase
+from sqrtdk.bench.tensors import BackwardCase, RecordedCase
+from sqrtdk.bench.training import TrainingCase
 from sqrtdk.errors import unknown_name
 
 _SQUARES = ((8, 8, 128, 64), (1, 8, 512, 64), (1, 8, 2048, 64), (1, 4, 4096, 128))
+# The second one is GPT-2's.
+_PEER_SQUARES = ((8, 8, 128, 64), (1, 12, 512, 64), (1, 8, 2048, 64), (1, 4, 4096, 128))
 _LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 _WINDOW = 256
 # Longer ones are left out of a quick run.
 _QUICK_LENGTH = 2048
 _TENSORS = (TENSORS, TENSORS_WITH_STATISTICS, TORCH)
 _BACKWARD = (TENSORS_BACKWARD, TORCH_BACKWARD)
+_RECORDED = (TENSORS_RECORDED, TORCH_RECORDED)
 
 
 @dataclass(frozen=True)
 class Suite:
-    """Cases with those who are timed on them, by name; `about` is one line for the reader."""
+    """Cases with those who are timed on them, by name; `about` is one line for the reader.
+
+    With `apart` everyone is in a process of its own, sqrtdk too.
+    """
 
     name: str
     about: str
     cases: Sequence[Task] = ()
     contenders: Sequence[str] = ()
+    apart: bool = False
 
     @property
     def subjects(self) -> list[str]:
@@ -51,9 +65,10 @@ class Suite:
 
     def contenders_for(self, case: Task) -> list[str]:
         """Who is timed on one of the cases."""
-        if isinstance(case, BackwardCase):
-            return [name for name in self.contenders if name in _BACKWARD]
-        left_away = set(_BACKWARD)
+        for kind, own in ((BackwardCase, _BACKWARD), (RecordedCase, _RECORDED)):
+            if isinstance(case, kind):
+                return [name for name in self.contenders if name in own]
+        left_away = {*_BACKWARD, *_RECORDED}
         # A mask that hides something changes the answer, so only one that hides nothing can be left away.
         if not isinstance(case, Case) or case.padding != 0.0:
             left_away.add(WITHOUT_MASK)
@@ -86,10 +101,11 @@ def _shorten(suite: Suite) -> Suite:
     return replace(suite, cases=[case for case in short if case is not None])
 
 
-def _squares(suite: str, count: int | None = None) -> list[Case]:
+def _squares(suite: str, shapes: Sequence[tuple[int, int, int, int]] = _SQUARES, dtype: str = "float32") -> list[Case]:
+    suffix = "" if dtype == "float32" else f", {dtype}"
     return [
-        Case(suite, f"{b}×{h}×{n}×{d} {'causal' if causal else 'full'}", b, h, n, d, causal=causal)
-        for b, h, n, d in _SQUARES[:count]
+        Case(suite, f"{b}×{h}×{n}×{d} {'causal' if causal else 'full'}{suffix}", b, h, n, d, causal=causal, dtype=dtype)
+        for b, h, n, d in shapes
         for causal in (False, True)
     ]
 
@@ -126,8 +142,16 @@ def _tensors() -> list[Case]:
         ),
         Case("tensors", "padded by up to half, L 512, D 64, [B, L, H, D]", 8, 12, 512, 64, padding=0.5, **token),
     ]
-    backward = [replace(case, name=f"{case.name}, with gradients") for case in forward]
-    return [*forward, *(BackwardCase(**asdict(case)) for case in backward)]
+    return [*forward, *_with_gradients(forward)]
+
+
+def _with_gradients(cases: Sequence[Case]) -> list[BackwardCase]:
+    return [BackwardCase(**(asdict(case) | {"name": f"{case.name}, with gradients"})) for case in cases]
+
+
+def _narrow() -> list[Case]:
+    forward = _squares("bfloat16", dtype="bfloat16")
+    return [*forward, *_with_gradients(forward)]
 
 
 def _growing() -> list[Case]:
@@ -145,21 +169,40 @@ def _tiny() -> list[Case]:
         Case("overhead", "1×1×1×16", 1, 1, 1, 16),
         Case("overhead", "1×1×8×16", 1, 1, 8, 16),
         Case("overhead", "1×4×16×64", 1, 4, 16, 64),
+        Case("overhead", "decode, 8 heads, S 64, D 64", 1, 8, 1, 64, keys=64),
+        RecordedCase("overhead", "1×2×4×16, recorded", 1, 2, 4, 16),
+        BackwardCase("overhead", "1×2×4×16, with gradients", 1, 2, 4, 16),
     ]
 
 
 SUITES = (
-    Suite("square", "B×H×N×D, full and causal", _squares("square"), (PLAIN, WITH_STATISTICS, *FUSED)),
+    Suite("square", "B×H×N×D, full and causal", _squares("square"), (PLAIN, WITH_STATISTICS, TORCH)),
     Suite(
         "statistics",
         "all statistics, against computing them by hand",
-        _squares("statistics", 3),
+        _squares("statistics", _SQUARES[:3]),
         (WITH_STATISTICS, *BY_HAND),
     ),
-    Suite("real", "shapes, layouts and masks of models", _real(), (PLAIN, WITH_STATISTICS, WITHOUT_MASK, *FUSED)),
-    Suite("overhead", "a call on next to nothing", _tiny(), (PLAIN, WITH_STATISTICS, *_TENSORS)),
+    Suite("real", "shapes, layouts and masks of models", _real(), (PLAIN, WITH_STATISTICS, WITHOUT_MASK, TORCH)),
+    Suite(
+        "overhead", "a call on next to nothing", _tiny(), (PLAIN, WITH_STATISTICS, *_TENSORS, *_RECORDED, *_BACKWARD)
+    ),
     Suite("tensors", "tensors, forward, and forward and backward", _tensors(), (*_TENSORS, *_BACKWARD)),
+    Suite("bfloat16", "the same in bfloat16, B×H×N×D", _narrow(), (*_TENSORS, *_BACKWARD)),
+    Suite(
+        "peers",
+        "other libraries, each in a process of its own",
+        [*_squares("peers", _PEER_SQUARES), *_squares("peers", _PEER_SQUARES, "bfloat16")],
+        (TENSORS, TORCH, *PEERS),
+        apart=True,
+    ),
     Suite("model", "a whole model, its attention exchanged", [ModelCase(4, 512)], (MODEL, *MODEL_PEERS)),
+    Suite(
+        "training",
+        "a training step of a whole model, its attention exchanged",
+        [TrainingCase(4, 512), TrainingCase(4, 512, dropout=0.1)],
+        (TRAINING, TRAINING_WITH_STATISTICS, TRAINING_PEER),
+    ),
     Suite("growth", "time over N as a power", _growing(), (PLAIN, WITH_STATISTICS, TORCH)),
     Suite("memory", "peak memory beyond inputs and results", (), (PLAIN, WITH_STATISTICS, TORCH, *MATRICES)),
 )

@@ -10,6 +10,11 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 
 
+# How far off an answer may be, by dtype: outputs are averages of standard normal values, other errors are relative.
+# A contender that is further off computes something else.
+LARGEST_ERRORS = {"float32": 1e-3, "bfloat16": 3e-2}
+
+
 class Answer(NamedTuple):
     """What a contender computed, as NumPy arrays.
 
@@ -50,6 +55,10 @@ class Task(Protocol):
     @property
     def shape(self) -> tuple[int, ...]:
         """Its sizes, for the record."""
+
+    @property
+    def dtype(self) -> str:
+        """In what contenders compute, one of `LARGEST_ERRORS`."""
 
     @property
     def sets(self) -> int:

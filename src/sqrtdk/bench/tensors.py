@@ -9,14 +9,16 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from sqrtdk import backends
-from sqrtdk.attention import Attention, attention_gradients
+from sqrtdk.attention import attention_gradients
 from sqrtdk.bench.cases import Case, Inputs
 from sqrtdk.bench.contender import (
     TENSORS,
     TENSORS_BACKWARD,
+    TENSORS_RECORDED,
     TENSORS_WITH_STATISTICS,
     TORCH,
     TORCH_BACKWARD,
+    TORCH_RECORDED,
     Contender,
     Run,
 )
@@ -82,9 +84,16 @@ class BackwardCase(Case):
         return super().multiply_adds() * 7 // 2
 
 
-def tensors_of(inputs: Inputs) -> list[Any]:
-    """q, k and v as tensors on the same memory."""
-    return [tensor_of(array) for array in inputs[:3]]
+@dataclass(frozen=True)
+class RecordedCase(Case):
+    """The same computation, recorded for a backward pass that never comes."""
+
+
+def tensors_of(inputs: Inputs, dtype: str = "float32") -> list[Any]:
+    """q, k and v as tensors, in float32 on the same memory."""
+    import torch
+
+    return [tensor_of(array).to(getattr(torch, dtype)) for array in inputs[:3]]
 
 
 def tensor_of(array: Array | None) -> Any:
@@ -136,7 +145,16 @@ def _describe_by_sqrtdk(case: Case, inputs: Inputs) -> Attend:
 
 def _prepare_forward(choose: Callable[[Case, Inputs], Attend]) -> Callable[[Case, Inputs, int], Run]:
     def prepare(case: Case, inputs: Inputs, threads: int) -> Run:
-        q, k, v = tensors_of(inputs)
+        q, k, v = tensors_of(inputs, case.dtype)
+        attend = choose(case, inputs)
+        return lambda: attend(q, k, v)
+
+    return prepare
+
+
+def _prepare_recorded(choose: Callable[[Case, Inputs], Attend]) -> Callable[[Case, Inputs, int], Run]:
+    def prepare(case: Case, inputs: Inputs, threads: int) -> Run:
+        q, k, v = (tensor.requires_grad_() for tensor in tensors_of(inputs, case.dtype))
         attend = choose(case, inputs)
         return lambda: attend(q, k, v)
 
@@ -147,8 +165,8 @@ def _prepare_backward(choose: Callable[[Case, Inputs], Attend]) -> Callable[[Cas
     def prepare(case: Case, inputs: Inputs, threads: int) -> Run:
         import torch
 
-        leaves = [tensor.requires_grad_() for tensor in tensors_of(inputs)]
-        grad_output = tensor_of(_require_gradient(inputs))
+        leaves = [tensor.requires_grad_() for tensor in tensors_of(inputs, case.dtype)]
+        grad_output = tensor_of(_require_gradient(inputs)).to(leaves[0].dtype)
         attend = choose(case, inputs)
 
         def run() -> tuple[Any, Any]:
@@ -166,23 +184,24 @@ def _require_gradient(inputs: Inputs) -> Array:
 
 
 def _read_output(output: Any) -> Answer:
-    return Answer(output.numpy())
+    return Answer(output.detach().float().numpy())
 
 
-def _read_statistics(result: Attention) -> Answer:
-    assert result.statistics is not None
-    return Answer(np.asarray(result.output), np.asarray(result.statistics.entropy))
+def _read_statistics(result: Any) -> Answer:
+    return Answer(np.asarray(result.output.float()), np.asarray(result.statistics.entropy))
 
 
 def _read_gradients(result: tuple[Any, Any]) -> Answer:
     output, gradients = result
-    return Answer(output.detach().numpy(), gradients=tuple(gradient.numpy() for gradient in gradients))
+    return Answer(output.detach().float().numpy(), gradients=tuple(gradient.float().numpy() for gradient in gradients))
 
 
 TENSOR_CONTENDERS = (
     Contender(TENSORS, ("torch",), _prepare_forward(_attend_by_sqrtdk), _read_output),
     Contender(TENSORS_WITH_STATISTICS, ("torch",), _prepare_forward(_describe_by_sqrtdk), _read_statistics),
     Contender(TENSORS_BACKWARD, ("torch",), _prepare_backward(_attend_by_sqrtdk), _read_gradients),
+    Contender(TENSORS_RECORDED, ("torch",), _prepare_recorded(_attend_by_sqrtdk), _read_output),
+    Contender(TORCH_RECORDED, ("torch",), _prepare_recorded(_attend_by_torch), _read_output),
     Contender(TORCH, ("torch",), _prepare_forward(_attend_by_torch), _read_output),
     Contender(TORCH_BACKWARD, ("torch",), _prepare_backward(_attend_by_torch), _read_gradients),
 )

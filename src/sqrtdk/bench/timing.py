@@ -11,9 +11,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sqrtdk.bench.contender import SUBJECTS, WITHOUT_MASK, Contender, NotForThisCaseError, Run
+from sqrtdk.bench.contender import (
+    SUBJECTS,
+    WITHOUT_MASK,
+    Contender,
+    NotForThisCaseError,
+    PeerError,
+    RemoteRun,
+    Run,
+)
 from sqrtdk.bench.probes import Probe, Prober, best_of, is_good
-from sqrtdk.bench.task import Array, Task
+from sqrtdk.bench.task import LARGEST_ERRORS, Array, Task
 
 # A timing lasts at least this long, so that the clock and the loop around the call do not show.
 _LEAST_SECONDS = 0.002
@@ -25,10 +33,8 @@ _LONG_SECONDS = 0.5
 _MOST_ATTEMPTS = 3
 # Fewer make no interval worth the name.
 FEWEST_ROUNDS = 5
-# Outputs are averages of standard normal values, other errors are relative; a contender this far off computes
-# something else.
-_LARGEST_ERROR = 1e-3
 _RESAMPLES = 2000
+_LONGEST_REASON = 200
 
 
 class Ratio(NamedTuple):
@@ -54,6 +60,12 @@ class Measurement:
     error: dict[str, float]
     entropy_error: dict[str, float]
     left_out: dict[str, str] = field(default_factory=dict)
+
+    def leave_out(self, contender: str, why: str) -> None:
+        """Take a contender out of the measurement, whatever was measured of it."""
+        self.left_out[contender] = why
+        for values in (self.seconds, self.error, self.entropy_error):
+            values.pop(contender, None)
 
     def good_rounds(self, best: Probe) -> Array:
         """Which rounds count `[rounds]`: those with good probes on either side."""
@@ -115,7 +127,8 @@ def measure(
     """Time all contenders on one case, in random order in every round, until `rounds` of them count.
 
     Args:
-        contenders: who takes part; one that cannot compute the case, or computes it wrongly, is left out by name.
+        contenders: who takes part; one that cannot compute the case, computes it wrongly or is lost on the way is left
+            out by name.
         rounds: rounds that should count; where probes were bad, up to three times as many are tried.
         threads: what contenders are told.
         on_round: called before each round with its index.
@@ -123,7 +136,7 @@ def measure(
     sets = case.make_inputs(rng)
     reading = case.bytes_read() is not None
     runs, found = _prepare_all(case, sets, contenders, threads)
-    found.repeats, warm_up = _choose_repeats(runs, case.sets)
+    found.repeats, warm_up = _choose_repeats(runs, found)
     found.probes.append(prober.probe(reading=reading))
     # Numbers count at the end, when the best probe of the whole run is known; here they only say when to stop.
     while found.good_rounds(best_of(prober.results)).sum() < rounds:
@@ -134,33 +147,36 @@ def measure(
             on_round(done)
         for name in rng.permutation(sorted(runs)):
             prober.settle()
-            found.seconds[name].append(_time(runs[name], found.repeats, warm_up))
+            try:
+                found.seconds[name].append(_time(runs[name], found.repeats, warm_up))
+            except PeerError as error:
+                _lose(name, error, runs, found)
         found.probes.append(prober.probe(reading=reading))
     return found
 
 
 def _prepare_all(
     case: Task, sets: Sequence[Any], contenders: Sequence[Contender], threads: int
-) -> tuple[dict[str, Run], Measurement]:
+) -> tuple[dict[str, Run | RemoteRun], Measurement]:
     truth = case.compute_truth(sets[0])
     found = Measurement(case, 1, {}, [], {}, {})
-    runs: dict[str, Run] = {}
+    runs: dict[str, Run | RemoteRun] = {}
     for contender in contenders:
         own = contender.name in (*SUBJECTS, WITHOUT_MASK)
         try:
             calls = [contender.prepare(case, inputs, threads) for inputs in sets]
             answer = contender.read(calls[0]())
         except NotForThisCaseError as reason:
-            found.left_out[contender.name] = str(reason)
+            found.leave_out(contender.name, str(reason))
             continue
         except Exception as error:  # whatever another library raises is told, not hidden, and stops nothing
             if own:
                 raise
-            found.left_out[contender.name] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            found.leave_out(contender.name, describe_error(error))
             continue
         off, entropy_error = truth.compare(answer)
-        if not off <= _LARGEST_ERROR:  # NaN too
-            found.left_out[contender.name] = f"its answer is off by {off:.1e}"
+        if not off <= LARGEST_ERRORS[case.dtype]:  # NaN too
+            found.leave_out(contender.name, f"its answer is off by {off:.1e}")
             continue
         found.error[contender.name] = off
         if entropy_error is not None:
@@ -177,20 +193,48 @@ def _take_turns(calls: Sequence[Run]) -> Run:
     return lambda: next(endless)()
 
 
-def _choose_repeats(runs: dict[str, Run], sets: int) -> tuple[int, bool]:
+def describe_error(error: Exception) -> str:
+    """An error in one line; of one that was described in another process the description.
+
+    >>> describe_error(OSError("no such\\nlibrary"))
+    'OSError: no such library'
+    """
+    text = str(error) if isinstance(error, PeerError) else f"{type(error).__name__}: {error}"
+    return " ".join(text.split())[:_LONGEST_REASON]
+
+
+def _lose(name: str, error: PeerError, runs: dict[str, Run | RemoteRun], found: Measurement) -> None:
+    """Go on without a peer that was lost while it was timed; without sqrtdk there is nothing to go on with."""
+    if name in SUBJECTS:
+        raise error
+    del runs[name]
+    found.leave_out(name, describe_error(error))
+
+
+def _choose_repeats(runs: dict[str, Run | RemoteRun], found: Measurement) -> tuple[int, bool]:
     """How many calls make a timing, and whether one goes before; the same for everyone, by the fastest."""
-    fastest = min(map(_estimate, runs.values()), default=_LEAST_SECONDS)
+    fastest, sets = _LONG_SECONDS, found.case.sets
+    for name, run in list(runs.items()):
+        try:
+            fastest = min(fastest, _estimate(run))
+        except PeerError as error:
+            _lose(name, error, runs, found)
     # With several sets of inputs each is used equally often.
     return sets * math.ceil(_LEAST_SECONDS / fastest / sets), fastest < _SHORT_SECONDS
 
 
-def _estimate(run: Run) -> float:
+def _estimate(run: Run | RemoteRun) -> float:
     once = _time(run, 1, False)
     return once if once > _LONG_SECONDS else min(_time(run, 1, True) for _ in range(3))
 
 
-def _time(run: Run, repeats: int, warm_up: bool) -> float:
-    """Seconds of one call, averaged over `repeats` of them."""
+def _time(run: Run | RemoteRun, repeats: int, warm_up: bool) -> float:
+    elsewhere = getattr(run, "time", None)
+    return float(elsewhere(repeats, warm_up)) if elsewhere is not None else time_run(run, repeats, warm_up)
+
+
+def time_run(run: Run, repeats: int, warm_up: bool) -> float:
+    """Seconds of one call, averaged over `repeats` of them; one goes before, untimed, to warm up."""
     if warm_up:
         run()
     calls = itertools.repeat(None, repeats)

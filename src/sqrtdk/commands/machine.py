@@ -44,7 +44,10 @@ def info(json: Json = False) -> None:
 )
 def bench(
     suite: Annotated[
-        str | None, typer.Option(help="square, statistics, real, overhead, tensors, model, growth, memory; default all")
+        str | None,
+        typer.Option(
+            help="square, statistics, real, overhead, tensors, bfloat16, peers, model, training, growth, memory; all."
+        ),
     ] = None,
     rounds: Annotated[int | None, typer.Option(help="Rounds per case that should count; default: 15, quick 7.")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of everyone; default: as `sqrtdk info` says.")] = None,

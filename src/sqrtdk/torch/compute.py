@@ -14,7 +14,7 @@ from sqrtdk.call import ALIGNED, OPEN, Band, Call, Wanted, as_truth
 from sqrtdk.errors import InvalidTypeError
 from sqrtdk.scales import Policy
 from sqrtdk.statistics import AttentionStatistics, Sample
-from sqrtdk.torch.autograd import run
+from sqrtdk.torch.autograd import record_plain, run
 from sqrtdk.torch.engines.tensor_kernel import TENSOR_KERNEL
 from sqrtdk.torch.internals import without_derivatives
 from sqrtdk.torch.policies import Scaled, TensorScale, apply_scale
@@ -88,7 +88,7 @@ def compute(
         and sample_rows is None
         and pressure is None
     ):
-        plain = TENSOR_KERNEL.shortcut(q, k, v, scale, causal, statistics)
+        plain = TENSOR_KERNEL.shortcut(q, k, v, scale, causal, statistics, record_plain)
         if plain is not None:
             output, measures, counts = plain
             described = None

@@ -6,10 +6,14 @@ from torch import Tensor
 
 from sqrtdk.arguments import Window, warn_of_truth_values
 from sqrtdk.attention import Attention
+from sqrtdk.torch.autograd import record_plain
 from sqrtdk.torch.compute import TORCHS, TORCHS_GROUPED, compute
+from sqrtdk.torch.engines.tensor_kernel import TENSOR_KERNEL
 from sqrtdk.torch.internals import is_unobserved
 from sqrtdk.torch.policies import TensorScale
 from sqrtdk.torch.pressure import TemperaturePressure
+
+_shortcut = TENSOR_KERNEL.shortcut
 
 
 def attention(
@@ -120,7 +124,11 @@ def scaled_dot_product_attention(
     ...                torch.nn.functional.scaled_dot_product_attention(q, k, v), atol=1e-5)
     True
     """
+    if attn_mask is None and dropout_p == 0.0 and (scale is None or type(scale) is float):
+        # As `compute` begins; a call of microseconds feels the arguments and the result of that.
+        plain = _shortcut(query, key, value, scale, is_causal, False, record_plain)
+        if plain is not None:
+            return plain[0]
     dialect = TORCHS_GROUPED if enable_gqa else TORCHS
-    # An item of the tuple, taken by its number, by position: a call of microseconds feels each name.
     output: Tensor = compute(query, key, value, scale, attn_mask, is_causal, dropout_p, dialect)[0]  # type: ignore[assignment]
     return output

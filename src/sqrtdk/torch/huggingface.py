@@ -219,6 +219,8 @@ def _align_ends(queries: int, keys: int, causal: bool, sliding_window: int | Non
             f"attention_mask must be given where a causal or windowed layer has more queries ({queries}) "
             f"than keys ({keys}): the first queries would lie before the first key"
         )
+    if queries == 1 and sliding_window is None:
+        return {}  # the last query sees every key: the plain operation, which has a shorter way
     window = None if sliding_window is None else (sliding_window - 1, None if causal else sliding_window - 1)
     return {"causal": causal, "causal_offset": keys - queries, "window": window}
 

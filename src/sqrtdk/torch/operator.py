@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,9 +39,17 @@ def run_forward(call: Call, wanted: Wanted) -> Forward:
 
 def run_backward(call: Call, slopes: Slopes, done: Forward) -> Backward:
     """The gradients of a call by way of the dispatcher."""
-    gradients = torch.ops.sqrtdk.backward.default(*flatten(call), done.output, done.saved, *slopes[:4])
+    saved = torch.from_numpy(done.saved) if isinstance(done.saved, np.ndarray) else done.saved
+    gradients = torch.ops.sqrtdk.backward.default(*flatten(call), done.output, saved, *slopes[:4])
     is_there = (True, True, True, slopes.scale, call.sinks is not None, slopes.mask)
     return Backward(*(x if there else None for x, there in zip(gradients, is_there, strict=True)))
+
+
+def drop_unsaved(done: Forward) -> Forward:
+    """Without the zeros that the operator gives where an engine saved nothing for the backward pass."""
+    saved = done.saved
+    is_there = saved is not None and saved.numel() and bool(saved.reshape(2, -1)[:, 0].any())
+    return done if is_there else done._replace(saved=None)
 
 
 def require_finite(call: Call) -> None:
@@ -57,7 +66,7 @@ def _forward(*flat: Any) -> Forward:
     done = choose_engine(call, wanted, plan).forward(call, wanted, plan)
     query = call.query
     if wanted.saved and done.saved is None and query.is_cpu:
-        # The graph was traced with them: a largest logit and a sum of 0 say that the backward pass has to find them.
+        # The graph was traced with them: a largest logit and a sum of 0 say that there are none (`drop_unsaved`).
         done = done._replace(saved=query.new_zeros((2, *call.rows), dtype=torch.float64))
     if _has_exact(query, wanted) and done.exact is None:
         done = done._replace(exact=done.output.float())
@@ -69,7 +78,7 @@ def _backward(*flat: Any) -> Backward:
     call = restore(flat[:-_SLOPES])
     output, saved, *given = flat[-_SLOPES:]
     slopes, plan = Slopes(*given), backends.plan()
-    done = Forward(output, saved=saved, exact=output)
+    done = drop_unsaved(Forward(output, saved=saved, exact=output))
     gradients = choose_engine(call, slopes, plan).backward(call, slopes, done, plan)
     return Backward(*(_nothing(call.query, torch.float64) if x is None else x for x in gradients))
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -18,12 +21,16 @@ from sqrtdk.torch.internals import is_unobserved
 from sqrtdk.torch.openmp import find_team
 
 _CODES = {getattr(torch, name): code for code, name in enumerate(FLOATS)}
+# What `record` is told of a plain call: output, saved, factor, last.
+Plain = tuple[Tensor, npt.NDArray[np.float64] | None, float, int]
 _View = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 
 # Looked up once: finding them by their full names takes as long as calling them.
 _is_grad_enabled = torch.is_grad_enabled
 _count_threads = torch.get_num_threads
 _empty_like = torch.empty_like
+_empty_array = np.empty
+_IN_ORDER = torch.contiguous_format
 
 
 class TensorKernel:
@@ -45,16 +52,17 @@ class TensorKernel:
         if call.sinks is not None and call.sinks.dim() != 1:
             return "sinks differ within a batch"
         # Zeros that torch keeps nowhere, a storage that was given back.
-        homeless = any(x is not None and x.numel() and not x.data_ptr() for x in call[:6])
-        return "a tensor has no memory" if homeless else None
+        for x in call[:6]:
+            if x is not None and not x.data_ptr() and x.numel():
+                return "a tensor has no memory"
+        return None
 
     def forward(self, call: Call, wanted: Wanted, plan: Plan) -> Forward:
         """Output, and statistics if wanted, from one pass."""
         query, value = call.query, call.value
         rows, d_v, keys = query.shape[:-1], value.shape[-1], call.key.shape[-2]
-        measures = query.new_empty((11, *rows), dtype=torch.float64) if wanted.statistics else None
-        counts = query.new_empty((2, *rows), dtype=torch.int64) if wanted.statistics else None
         if not (query.numel() and call.key.numel()):
+            measures, counts = _make_statistics(query, rows) if wanted.statistics else (None, None)
             if counts is not None:
                 describe_blind(counts, measures, call.sinks is not None)
             weights = query.new_zeros((*rows, keys)) if wanted.weights else None
@@ -65,8 +73,10 @@ class TensorKernel:
             return whole._replace(output=whole.output[..., :0])
         # The copies that a call may need live as long as their addresses are in use.
         call = _as_in_memory(call)
-        is_alike = d_v == query.shape[-1] and query.is_contiguous()
-        output = _empty_like(query) if is_alike else query.new_empty((*rows, d_v))
+        output = (
+            _empty_like(query, memory_format=_IN_ORDER) if d_v == query.shape[-1] else query.new_empty((*rows, d_v))
+        )
+        measures, counts = _make_statistics(query, rows) if wanted.statistics else (None, None)
         weights = query.new_empty((*rows, keys)) if wanted.weights else None
         saved = query.new_empty((2, *rows), dtype=torch.float64) if wanted.saved else None
         # ⟨grad, output⟩ of a rounded output would cost the gradients of peaked rows their digits.
@@ -105,18 +115,17 @@ class TensorKernel:
             to_query, to_key, to_value = (x.to(query.dtype) for x in (wide.query, wide.key, wide.value))
             return wide._replace(query=to_query, key=to_key, value=to_value)
         exact = done.exact if query.itemsize < 4 else done.output
-        is_saved = exact is not None and done.saved is not None and bool(done.saved.reshape(2, -1)[:, 0].any())
-        if not is_saved:
+        if done.saved is None or exact is None:
             done = self.forward(call, Wanted(saved=True), plan)
             exact = done.output if done.exact is None else done.exact
         call, output, slope = _as_in_memory(call), exact.contiguous(), slopes.output.resolve_neg()
-        to_query, to_key, to_value = (x.new_empty(x.shape) for x in (query, key, value))
+        to_query, to_key, to_value = (_empty_like(x, memory_format=_IN_ORDER) for x in (query, key, value))
         assert plan.backward is not None
         if not plan.backward(
             plan.level,
             min(_count_threads(), MAX_THREADS),
             *_as_problem(call),
-            _view(done.saved.contiguous()),
+            done.saved if type(done.saved) is np.ndarray else _view(done.saved.contiguous()),
             _view(output),
             _view(slope),
             _view(to_query),
@@ -130,14 +139,25 @@ class TensorKernel:
             return self.backward(_copy_misaligned(call), slopes, done, plan)
         return Backward(to_query, to_key, to_value, to_scale, to_sinks)
 
+    @staticmethod
     def shortcut(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, causal: bool, statistics: bool
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None,
+        causal: bool,
+        statistics: bool,
+        record: Callable[[Tensor, Tensor, Tensor, Plain], Tensor],
     ) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
         """Output, measures and counts of the plain operation, causal from the start or not; None if it is unusual.
 
         Before there is a `Call`: the way around all that takes longer than computing a small one. Plain tensors
-        of one dtype on the CPU, shapes that fit, nobody who watches, no gradient. Whatever is refused here is checked,
-        explained or computed by the longer way, so this may refuse too much, never too little.
+        of one dtype on the CPU, shapes that fit, nobody who watches. Whatever is refused here is checked, explained or
+        computed by the longer way, so this may refuse too much, never too little. It is one function because a call of
+        another costs a fiftieth of it.
+
+        Args:
+            record: gives the output a history, where a gradient is needed.
         """
         if not is_unobserved() or type(causal) is not bool:
             return None
@@ -152,11 +172,10 @@ class TensorKernel:
                 and others == value.shape
                 and (shape == others or (shape[:-2] == others[:-2] and shape[-1] == others[-1] and not causal))
                 and len(shape) > 1
-                and not (_is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
                 and not (query.is_neg() or key.is_neg() or value.is_neg())
             ):
                 return None
-            plan = backends.plan()
+            plan, item = backends.plan(), query.itemsize
             factor = 1.0 / math.sqrt(shape[-1]) if scale is None else scale
             if plan.forward is None or factor - factor != 0.0:
                 return None
@@ -164,42 +183,51 @@ class TensorKernel:
             # No elements, zeros that are nowhere, a storage that was given back.
             if not (at_query and at_key and at_value):
                 return None
-            strides = query.stride()
-            if query.is_contiguous():
-                output, output_strides = _empty_like(query), strides
-            else:  # dense in another order, a query would hand that order on
-                output = query.new_empty(shape)
-                output_strides = output.stride()
-            measures = query.new_empty((11, *shape[:-1]), dtype=torch.float64) if statistics else None
-            counts = query.new_empty((2, *shape[:-1]), dtype=torch.int64) if statistics else None
-            item = query.itemsize
+            is_recorded = _is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+            if is_recorded and item < 4:  # gradients need more of the output than its own digits
+                return None
+            output = _empty_like(query, memory_format=_IN_ORDER)
+            measures, counts = _make_statistics(query, shape[:-1]) if statistics else (None, None)
+            # NumPy makes an array in a sixth of the time that torch takes for a tensor.
+            saved = _empty_array((2, *shape[:-1])) if is_recorded else None
+            last = 0 if causal else OPEN_ABOVE
             threads = _count_threads()
-            done = plan.forward(
+            if not plan.forward(
                 plan.level,
                 threads if threads < MAX_THREADS else MAX_THREADS,
                 _CODES[dtype],
-                (at_query, item, shape, strides),
+                (at_query, item, shape, query.stride()),
                 (at_key, item, others, key.stride()),
                 (at_value, item, others, value.stride()),
                 factor,
                 None,
-                0,
+                NO_MASK,
                 None,
                 OPEN_BELOW,
-                0 if causal else OPEN_ABOVE,
+                last,
                 0.0,
                 None,
-                (output.data_ptr(), item, shape, output_strides),
+                (output.data_ptr(), item, shape, output.stride()),
                 None if measures is None else _view(measures),
                 None if counts is None else _view(counts),
                 find_team(),
-            )
+                None,
+                saved,
+            ):
+                return None
         except (AttributeError, KeyError, RuntimeError):  # no tensor, no floating one, none with strides
             return None
-        return (output, measures, counts) if done else None
+        if is_recorded:
+            output = record(query, key, value, (output, saved, factor, last))
+        return output, measures, counts
 
 
 TENSOR_KERNEL = TensorKernel()
+
+
+def _make_statistics(query: Tensor, rows: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Measures and counts beside the query, whatever the default device is."""
+    return query.new_empty((11, *rows), dtype=torch.float64), query.new_empty((2, *rows), dtype=torch.int64)
 
 
 def _as_problem(call: Call) -> Problem:

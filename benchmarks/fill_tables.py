@@ -1,0 +1,34 @@
+"""Fill the tables of Markdown documents from benchmarks that `sqrtdk bench --output` wrote.
+
+    python benchmarks/fill_tables.py benchmarks/peers.json benchmarks/tensors.json docs/performance.md README.md
+
+Files that end in .json are read, the others are written. What a document's tables are called stands in
+`sqrtdk.bench.markdown`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from sqrtdk.bench.markdown import fill_tables
+from sqrtdk.errors import SqrtdkError
+from sqrtdk.records import Record
+
+
+def main(names: list[str]) -> None:
+    paths = [Path(name) for name in names]
+    records = [Record.from_json(json.loads(path.read_text())) for path in paths if path.suffix == ".json"]
+    documents = [path for path in paths if path.suffix != ".json"]
+    if not records or not documents:
+        sys.exit((__doc__ or "").strip())
+    for path in documents:
+        try:
+            path.write_text(fill_tables(path.read_text(), records))
+        except SqrtdkError as error:
+            sys.exit(f"{path}: {error}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
