@@ -77,7 +77,7 @@ def test_monte_carlo_lines_state_interval_n_and_seed(verdicts):
         assert "seed 0" in verdicts[name]["computed"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_verdicts_do_not_hang_on_the_seed():
     ids = ["var", "soft.onehot", "soft.uniform", "soft.unstable", "scale.sqrt"]
     zero = check_claims(ids).tables["claims"]

@@ -163,7 +163,7 @@ def test_markdown(capsys):
 @pytest.mark.parametrize("encoding", ["latin-1", "ascii", "cp1252"])
 @pytest.mark.parametrize(
     "line",
-    ["explain --d-k 4 --n 16", "claims soft.exp var.dot", "claims soft.peak --markdown", "--help", "variance --d-k √"],
+    ["scales", "claims soft.exp var.dot", "claims soft.peak --markdown", "--help", "variance --d-k √"],
 )
 def test_any_encoding_is_written(encoding, line):
     done = subprocess.run(
@@ -369,7 +369,7 @@ def test_the_ends_of_an_interval_are_one_column():
     assert "‖∂loss/∂q‖ 95% interval" in out
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_report_in_a_process_of_its_own(tmp_path):
     page = tmp_path / "report.html"
     done = subprocess.run(

@@ -151,7 +151,7 @@ def test_text_trains_and_names_its_data():
     assert record.row["context"] == 16
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_recall_is_learned_with_sqrt_and_not_without_scale():
     """Seeds 0 and 1 at the documented defaults: 2 layers, one head, dₖ = 64, Adam 1e-3, 600 steps."""
     for seed in (0, 1):

@@ -1,6 +1,8 @@
 """How calls are recorded: the plain one the short way, others the long way, and both with the same gradients."""
 
 import gc
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -121,3 +123,22 @@ def test_the_graph_is_freed_with_the_output():
 def test_second_derivatives():
     leaves = require_grad(*draw(4, (1, 1, 3, 2), (1, 1, 3, 2), 2, torch.float64))
     assert torch.autograd.gradgradcheck(scaled_dot_product_attention, leaves)
+
+
+FIRST_CALL = """
+import torch, sqrtdk.torch
+q = torch.randn(1, 2, 8, 16, requires_grad=%s)
+compiled = torch.compile(lambda q: %s, fullgraph=True, backend="aot_eager")
+torch.testing.assert_close(compiled(q), torch.nn.functional.scaled_dot_product_attention(q, q, q))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recorded", "call"),
+    [(True, "sqrtdk.torch.attention(q, q, q).output"), (False, "sqrtdk.torch.scaled_dot_product_attention(q, q, q)")],
+)
+def test_the_first_call_of_a_process_may_be_compiled(recorded, call):
+    command = [sys.executable, "-c", FIRST_CALL % (recorded, call)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -36,13 +36,13 @@ def run(call: Call, wanted: Wanted) -> tuple[Forward, str | None]:
         wanted = wanted._replace(derivatives=True)
         engine = choose_engine(call, wanted, backends.plan())
         return engine.forward(call, wanted, backends.plan()), engine.name
+    # The plan is asked for on the direct way alone: making it loads the kernel, which cannot be traced.
     is_direct = is_unobserved() and _is_plain(call)
-    plan = backends.plan()
     if _needs_gradient(call):
         wanted = wanted._replace(saved=True)
         if is_direct:
             require_finite(call)
-            engine = choose_engine(call, wanted, plan)
+            engine = choose_engine(call, wanted, backends.plan())
             return Forward(*_apply_plainly(*flatten(call), *wanted[:3], engine)), engine.name
         if torch.compiler.is_compiling():
             # The tracer takes no tensor twice.
@@ -51,6 +51,7 @@ def run(call: Call, wanted: Wanted) -> tuple[Forward, str | None]:
     if is_direct:
         if call.scale is not None or call.sinks is not None:
             require_finite(call)
+        plan = backends.plan()
         engine = choose_engine(call, wanted, plan)
         return engine.forward(call, wanted, plan), engine.name
     return run_forward(call, wanted), None
