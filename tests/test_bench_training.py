@@ -39,7 +39,7 @@ def test_errors_are_relative_to_the_largest_entry():
 
 def test_what_statistics_add_to_a_step():
     seconds = {TRAINING: [1.0] * 5, TRAINING_WITH_STATISTICS: [1.02] * 5, TRAINING_PEER: [1.1] * 5}
-    (row,) = tabulation.tabulate_costs([measured(seconds, case=TINY)], GOOD, rng())
+    (row,) = tabulation.tabulate_costs([measured(seconds, case=TINY)], rng())
     assert row["cost_of"] == "all statistics, in a training step"
     assert row["percent"] == pytest.approx(2.0)
 

@@ -224,10 +224,10 @@ def _make_record(
     best = best_of(probes)
     rng = np.random.default_rng(spec["seed"])
     tables = {
-        "ratios": tabulation.tabulate_ratios(measurements, best, rng),
-        "timings": tabulation.tabulate_timings(measurements, best),
-        "costs": tabulation.tabulate_costs(measurements, best, rng),
-        "growth": tabulation.tabulate_growth(measurements, peaks, best, rng),
+        "ratios": tabulation.tabulate_ratios(measurements, rng),
+        "timings": tabulation.tabulate_timings(measurements),
+        "costs": tabulation.tabulate_costs(measurements, rng),
+        "growth": tabulation.tabulate_growth(measurements, peaks, rng),
         "memory": tabulation.tabulate_memory(peaks),
         "left_out": tabulation.tabulate_left_out(missing, measurements),
     }
@@ -241,11 +241,11 @@ def _make_record(
                 "repeats": one.repeats,
                 "seconds": one.seconds,
                 "probes": [probe._asdict() for probe in one.probes],
-                "counted": one.good_rounds(best).tolist(),
+                "counted": one.good_rounds().tolist(),
             }
             for one in measurements
         ],
-        "growth": tabulation.trace_growth(measurements, best),
+        "growth": tabulation.trace_growth(measurements),
         "probes": [probe._asdict() for probe in probes],
         "best_probe": best._asdict(),
     }

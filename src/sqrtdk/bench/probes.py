@@ -1,7 +1,7 @@
 """How fast the machine is at this moment: multiply-adds and reading by the kernel's own probes, and a matrix product.
 
 A shared or throttled machine changes its speed while a benchmark runs. Probes stand before and after every round, and a
-round beside a slow one is not counted.
+round between two that differ is not counted.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 
 from sqrtdk import backends
 
-# A round counts if the probes beside it reach these shares of the best of the run. The product of matrices depends on
-# what lies in the caches as well, so more is allowed.
+# A round counts if the slower of the two probes beside it reaches these shares of the faster one. The product of
+# matrices depends on what lies in the caches as well, so more is allowed.
 LEAST_SHARES = {"multiply_adds": 0.9, "gemm": 0.8}
 _GEMM_SIZE = 768
 # Idle threads of the last contender's OpenMP runtime spin for some milliseconds on a core that the next one needs.
@@ -79,15 +79,17 @@ def best_of(probes: Sequence[Probe]) -> Probe:
     return Probe(multiply_adds, gemm or 0.0, bytes_read)
 
 
-def is_good(probe: Probe, best: Probe) -> bool:
-    """Whether the machine was as fast as it can be.
+def is_steady(before: Probe, after: Probe) -> bool:
+    """Whether the machine was about as fast after a round as before it.
 
-    >>> is_good(Probe(89.0, 100.0, None), Probe(100.0, 100.0, None))
+    >>> is_steady(Probe(89.0, 100.0, None), Probe(100.0, 100.0, None))
     False
+    >>> is_steady(Probe(50.0, 60.0, None), Probe(52.0, 55.0, None))
+    True
     """
     for name, share in LEAST_SHARES.items():
-        found, most = getattr(probe, name), getattr(best, name)
-        if found is not None and most is not None and found < share * most:
+        one, other = getattr(before, name), getattr(after, name)
+        if one is not None and other is not None and min(one, other) < share * max(one, other):
             return False
     return True
 

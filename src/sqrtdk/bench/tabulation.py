@@ -20,7 +20,6 @@ from sqrtdk.bench.contender import (
     WITHOUT_MASK,
 )
 from sqrtdk.bench.memory import Peak
-from sqrtdk.bench.probes import Probe
 from sqrtdk.bench.task import Array
 from sqrtdk.bench.timing import Measurement, Ratio, is_enough
 from sqrtdk.display import count
@@ -30,14 +29,14 @@ Rows = list[dict[str, Any]]
 _RESAMPLES = 1000
 
 
-def tabulate_ratios(measurements: Sequence[Measurement], best: Probe, rng: np.random.Generator) -> Rows:
+def tabulate_ratios(measurements: Sequence[Measurement], rng: np.random.Generator) -> Rows:
     """Time of every peer over time of sqrtdk, with both errors against float64 beside it; losses as they are."""
     rows = []
     for one in measurements:
-        good = one.good_rounds(best)
+        good = one.good_rounds()
         for subject in (name for name in SUBJECTS if name in one.seconds):
             for peer in (name for name in one.seconds if name not in (*SUBJECTS, WITHOUT_MASK)):
-                ratio = one.ratio(subject, peer, best, rng)
+                ratio = one.ratio(subject, peer, rng)
                 rows.append(
                     {
                         "suite": one.case.suite,
@@ -69,24 +68,24 @@ def judge(ratio: Ratio) -> str:
     return "faster" if ratio.low > 1.0 else "slower" if ratio.high < 1.0 else "undecided"
 
 
-def tabulate_timings(measurements: Sequence[Measurement], best: Probe) -> Rows:
+def tabulate_timings(measurements: Sequence[Measurement]) -> Rows:
     """Median time of every contender, its errors, and its share of what the probes in the same rounds reached."""
     rows = []
     for one in measurements:
-        good = one.good_rounds(best)
+        good = one.good_rounds()
         work, read = one.case.multiply_adds(), one.case.bytes_read()
         computes = read is None and one.case.dtype == "float32"  # which the probes compute in
         for name in one.seconds:
-            seconds = one.median_seconds(name, best)
+            seconds = one.median_seconds(name)
             rows.append(
                 {
                     "suite": one.case.suite,
                     "case": one.case.name,
                     "contender": name,
                     "milliseconds": None if seconds is None else 1e3 * seconds,
-                    "share_of_peak": one.share(name, "multiply_adds", work, best) if computes else None,
-                    "share_of_gemm": one.share(name, "gemm", work, best) if computes else None,
-                    "share_of_reading": None if read is None else one.share(name, "bytes_read", read, best),
+                    "share_of_peak": one.share(name, "multiply_adds", work) if computes else None,
+                    "share_of_gemm": one.share(name, "gemm", work) if computes else None,
+                    "share_of_reading": None if read is None else one.share(name, "bytes_read", read),
                     "error_of": one.case.error_of,
                     "error": one.error[name],
                     "entropy_error": one.entropy_error.get(name),
@@ -97,7 +96,7 @@ def tabulate_timings(measurements: Sequence[Measurement], best: Probe) -> Rows:
     return rows
 
 
-def tabulate_costs(measurements: Sequence[Measurement], best: Probe, rng: np.random.Generator) -> Rows:
+def tabulate_costs(measurements: Sequence[Measurement], rng: np.random.Generator) -> Rows:
     """What statistics and a mask add to the time, in percent."""
     rows = []
     pairs = {
@@ -109,7 +108,7 @@ def tabulate_costs(measurements: Sequence[Measurement], best: Probe, rng: np.ran
     for one in measurements:
         for what, (without, with_it) in pairs.items():
             if without in one.seconds and with_it in one.seconds:
-                ratio = one.ratio(without, with_it, best, rng)
+                ratio = one.ratio(without, with_it, rng)
                 percent = [None if value is None else 100.0 * (value - 1.0) for value in ratio]
                 place = {"suite": one.case.suite, "case": one.case.name, "cost_of": what}
                 rows.append({**place, **dict(zip(("percent", "low", "high"), percent, strict=True))})
@@ -117,10 +116,10 @@ def tabulate_costs(measurements: Sequence[Measurement], best: Probe, rng: np.ran
 
 
 def tabulate_growth(
-    measurements: Sequence[Measurement], peaks: Sequence[Peak], best: Probe, rng: np.random.Generator
+    measurements: Sequence[Measurement], peaks: Sequence[Peak], rng: np.random.Generator
 ) -> Rows:
     """The power of N, or of the window, that time and memory grow with: the slope of a line through the logarithms."""
-    growing = [(case, one) for case, one in _of_growth(measurements) if is_enough(one.good_rounds(best))]
+    growing = [(case, one) for case, one in _of_growth(measurements) if is_enough(one.good_rounds())]
     longest = max((case.queries for case, _ in growing), default=0)
     # The window that every N is timed with.
     common = {case.window for case, _ in growing if case.window is not None and case.queries != longest}
@@ -128,9 +127,9 @@ def tabulate_growth(
     over_n = [(case.queries, one) for case, one in growing if case.window in common]
     at_longest = [(case.window, one) for case, one in growing if case.window is not None and case.queries == longest]
     rows = [
-        *_time_slopes("time, full", "N", full, best, rng),
-        *_time_slopes("time, window", "N", over_n, best, rng),
-        *_time_slopes("time, window", "window", at_longest, best, rng),
+        *_time_slopes("time, full", "N", full, rng),
+        *_time_slopes("time, window", "N", over_n, rng),
+        *_time_slopes("time, window", "window", at_longest, rng),
     ]
     for name in dict.fromkeys(peak.contender for peak in peaks):
         known = [peak for peak in peaks if peak.contender == name and peak.extra_bytes]
@@ -140,12 +139,12 @@ def tabulate_growth(
     return rows
 
 
-def trace_growth(measurements: Sequence[Measurement], best: Probe) -> list[dict[str, Any]]:
+def trace_growth(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
     """Times over N for the figure, one curve per contender and per kind of visibility."""
     curves: dict[tuple[str, int | None], dict[str, Any]] = {}
     for case, one in _of_growth(measurements):
         for name in one.seconds:
-            seconds = one.median_seconds(name, best)
+            seconds = one.median_seconds(name)
             curve = curves.setdefault(
                 (name, case.window), {"contender": name, "window": case.window, "n": [], "milliseconds": []}
             )
@@ -168,14 +167,14 @@ def fit_slope(x: Sequence[float], y: Sequence[float]) -> float:
 
 
 def _time_slopes(
-    what: str, over: str, measurements: Sequence[tuple[int, Measurement]], best: Probe, rng: np.random.Generator
+    what: str, over: str, measurements: Sequence[tuple[int, Measurement]], rng: np.random.Generator
 ) -> Rows:
     x = [size for size, _ in measurements]
     if len(set(x)) < 2:
         return []
     rows = []
     for name in measurements[0][1].seconds:
-        times = [np.array(one.seconds[name])[one.good_rounds(best)] for _, one in measurements]
+        times = [np.array(one.seconds[name])[one.good_rounds()] for _, one in measurements]
         slope = fit_slope(x, [float(np.median(values)) for values in times])
         slopes = [fit_slope(x, [_resampled_median(values, rng) for values in times]) for _ in range(_RESAMPLES)]
         low, high = np.quantile(slopes, [0.025, 0.975])
@@ -244,7 +243,7 @@ def read_tables(tables: dict[str, Rows], about: str) -> list[str]:
     timings = tables["timings"]
     if timings:
         lost, kept = (sum(row[name] for row in timings) for name in ("rejected", "rounds"))
-        sentences.append(f"{lost} of {lost + kept} timings were rejected because a probe beside them was slow.")
+        sentences.append(f"{lost} of {lost + kept} timings were rejected because the machine changed its speed.")
     sentences += [
         f"{row['case']}: {row['contender']} reads at {row['share_of_reading']:.2f} of the probed bandwidth."
         for row in timings

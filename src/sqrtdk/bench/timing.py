@@ -20,7 +20,7 @@ from sqrtdk.bench.contender import (
     RemoteRun,
     Run,
 )
-from sqrtdk.bench.probes import Probe, Prober, best_of, is_good
+from sqrtdk.bench.probes import Probe, Prober, is_steady
 from sqrtdk.bench.task import LARGEST_ERRORS, Array, Task
 
 # A timing lasts at least this long, so that the clock and the loop around the call do not show.
@@ -67,28 +67,32 @@ class Measurement:
         for values in (self.seconds, self.error, self.entropy_error):
             values.pop(contender, None)
 
-    def good_rounds(self, best: Probe) -> Array:
-        """Which rounds count `[rounds]`: those with good probes on either side."""
-        good = np.array([is_good(probe, best) for probe in self.probes])
-        return np.asarray(good[:-1] & good[1:])
+    def good_rounds(self) -> Array:
+        """Which rounds count `[rounds]`: those in which the machine kept its speed, by the probes beside them.
 
-    def median_seconds(self, contender: str, best: Probe) -> float | None:
+        Not those beside the best probe of all: on a shared machine the peak may halve for minutes. That slows all
+        contenders of a round alike, and their paired ratios stay what they are.
+        """
+        pairs = zip(self.probes[:-1], self.probes[1:], strict=True)
+        return np.array([is_steady(before, after) for before, after in pairs], dtype=bool)
+
+    def median_seconds(self, contender: str) -> float | None:
         """Median time of one call over the rounds that count; None with too few."""
-        good = self.good_rounds(best)
+        good = self.good_rounds()
         return float(np.median(np.array(self.seconds[contender])[good])) if is_enough(good) else None
 
-    def share(self, contender: str, quantity: str, amount: float, best: Probe) -> float | None:
+    def share(self, contender: str, quantity: str, amount: float) -> float | None:
         """Median over rounds of amount per second relative to what the probes beside the round reached."""
-        good = self.good_rounds(best)
+        good = self.good_rounds()
         rates = [getattr(probe, quantity) for probe in self.probes]
         if not is_enough(good) or None in rates:
             return None
         beside = np.maximum(rates[:-1], rates[1:])
         return float(np.median((amount / np.array(self.seconds[contender]) / beside)[good]))
 
-    def ratio(self, subject: str, peer: str, best: Probe, rng: np.random.Generator) -> Ratio:
+    def ratio(self, subject: str, peer: str, rng: np.random.Generator) -> Ratio:
         """Time of the peer over time of the subject: above 1 the subject is faster."""
-        good = self.good_rounds(best)
+        good = self.good_rounds()
         if not is_enough(good):
             return Ratio(None, None, None)
         return bootstrap_median((np.array(self.seconds[peer]) / np.array(self.seconds[subject]))[good], rng)
@@ -138,8 +142,7 @@ def measure(
     runs, found = _prepare_all(case, sets, contenders, threads)
     found.repeats, warm_up = _choose_repeats(runs, found)
     found.probes.append(prober.probe(reading=reading))
-    # Numbers count at the end, when the best probe of the whole run is known; here they only say when to stop.
-    while found.good_rounds(best_of(prober.results)).sum() < rounds:
+    while found.good_rounds().sum() < rounds:
         done = len(found.probes) - 1
         if done == _MOST_ATTEMPTS * rounds or not runs:
             break
