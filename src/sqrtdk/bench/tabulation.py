@@ -115,9 +115,7 @@ def tabulate_costs(measurements: Sequence[Measurement], rng: np.random.Generator
     return rows
 
 
-def tabulate_growth(
-    measurements: Sequence[Measurement], peaks: Sequence[Peak], rng: np.random.Generator
-) -> Rows:
+def tabulate_growth(measurements: Sequence[Measurement], peaks: Sequence[Peak], rng: np.random.Generator) -> Rows:
     """The power of N, or of the window, that time and memory grow with: the slope of a line through the logarithms."""
     growing = [(case, one) for case, one in _of_growth(measurements) if is_enough(one.good_rounds())]
     longest = max((case.queries for case, _ in growing), default=0)
