@@ -138,7 +138,7 @@ def test_a_trained_encoder_has_the_alignments_that_are_called_usual():
     folder = Path(package.__file__).parent / "model"
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     model = transformers.AutoModel.from_pretrained(folder, local_files_only=True).eval()
-    words = (Path(__file__).parents[1] / "docs" / "laws.md").read_text(encoding="utf-8").split()
+    words = (Path(__file__).parents[1] / "docs" / "diagnose.md").read_text(encoding="utf-8").split()
     texts = [" ".join(words[at : at + 120]) for at in range(0, 960, 120)]
     fed = tokenizer(texts, padding=True, truncation=True, max_length=256, return_tensors="pt")
     with torch.no_grad(), watch(model) as seen:
