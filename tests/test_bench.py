@@ -231,7 +231,7 @@ def test_shares_are_of_the_probes_in_the_same_round():
     assert (row["share_of_peak"], row["share_of_gemm"], row["share_of_reading"]) == (0.5, 1.0, None)
     decode = Case("real", "decode", 1, 1, 1, 5, keys=25, bound_by_reading=True)  # 1000 bytes
     measurement = measured({"sqrtdk": [2.0] * 5}, [Probe(1.0, 1.0, 1000.0)] * 6, decode)
-    (row,) = tabulation.tabulate_timings([measurement], measurement.probes[0])
+    (row,) = tabulation.tabulate_timings([measurement])
     assert (row["share_of_peak"], row["share_of_gemm"], row["share_of_reading"]) == (None, None, 0.5)
 
 
