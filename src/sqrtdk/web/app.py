@@ -231,17 +231,18 @@ def _json(content: dict[str, Any], status: int = 200) -> Response:
     return _json_bytes(_dump(content), status=status)
 
 
-def _explain(request: Request, error: Exception) -> Response:
+# Not plain functions: Starlette would run those in threads of their own.
+async def _explain(request: Request, error: Exception) -> Response:
     return _json({"error": str(error)}, 400)
 
 
-def _explain_http(request: Request, error: HTTPException) -> Response:
+async def _explain_http(request: Request, error: HTTPException) -> Response:
     response = _json({"error": str(error.detail)}, error.status_code)
     response.headers.update(error.headers or {})
     return response
 
 
-def _apologise(request: Request, error: Exception) -> Response:
+async def _apologise(request: Request, error: Exception) -> Response:
     return _json({"error": "the server failed on this request; its terminal has the details"}, 500)
 
 
