@@ -48,7 +48,7 @@ struct Simd<float> {
     }
     SQRTDK_INLINE Vec scale2(Vec x, Vec n) { return _mm512_scalef_ps(x, n); }  // x * 2^n, n integral and >= -126
 
-    // 2^(k/16) for z = k + sixteenths_shift, k integral and >= -2016: a look into a table, off the pipes that multiply.
+    // 2^(k/16) for z = k + 1.5 * 2^23, k integral and >= -2016: a look into a table, off the pipes that multiply.
     static constexpr bool has_sixteenths = true;
     SQRTDK_INLINE Vec sixteenths(Vec z) {
         // The bits of 2^(i/16) less i << 19: what the lowest four bits of k add to the shifted k.
