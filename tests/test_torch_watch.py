@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sqrtdk
 from sqrtdk.torch import watch
-from sqrtdk.torch.internals import WeakStorage
+from sqrtdk.torch.internals import WeakStorage, storage_address
 from torch_watched import (
     BATCH,
     DIMENSION,
@@ -268,6 +268,36 @@ def test_padding_from_the_keys_where_nobody_was_told():
     with watch(model) as seen:
         model(make_input(), torch.tensor([7, 7, 7]))
     assert seen.padding == "unknown"
+
+
+class OfAnother(nn.Module):
+    """Attention to other tokens; what the queries are made of lies where that of the keys lay, if it can."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, other, mask):
+        gone = other * 1.0
+        address = storage_address(gone)
+        k = self.k(gone)
+        del gone
+        copies = []
+        while len(copies) < 100 and not (copies and storage_address(copies[-1]) == address):
+            copies.append(x * 1.0)
+        q = self.q(copies[-1])
+        return functional.scaled_dot_product_attention(q[:, None], k[:, None], q[:, None], attn_mask=mask)
+
+
+def test_tokens_of_another_sequence_are_not_taken_for_its_own():
+    model, x = build(OfAnother), make_input()
+    mask = torch.ones(BATCH, 1, 1, TOKENS, dtype=torch.bool)
+    mask[0, ..., -3:] = False
+    for _ in range(3):
+        with torch.no_grad(), watch(model) as seen:
+            model(x, make_input(seed=1), mask)
+        assert seen.layers[""].rows_seen[0] == ROWS  # hidden keys say nothing about queries of another sequence
+        assert seen.padding == "unknown"
 
 
 class Router(nn.Module):

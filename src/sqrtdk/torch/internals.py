@@ -134,10 +134,20 @@ def storage_address(tensor: Tensor) -> int:
 
 
 class WeakStorage:
-    """Remembers the memory of a tensor without keeping it: while this lives, its address is not given to another."""
+    """Remembers the memory of a tensor without keeping it: while this lives, its address is not given to another.
+
+    Two of them are equal if they are of the same memory, also after it is gone.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
+        self.address = storage_address(tensor)
         self._weak = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, WeakStorage) and self.address == other.address
+
+    def __hash__(self) -> int:
+        return self.address
 
     def is_gone(self) -> bool:
         """Whether nobody else holds the memory any more."""

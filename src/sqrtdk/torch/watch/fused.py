@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from sqrtdk.call import OPEN_ABOVE, OPEN_BELOW
 from sqrtdk.statistics import AttentionStatistics
-from sqrtdk.torch.internals import storage_address
+from sqrtdk.torch.internals import WeakStorage, storage_address
 from sqrtdk.torch.watch.calls import SeenCall, four_axes
 from sqrtdk.torch.watch.lineage import Lineage
 from sqrtdk.torch.watch.projections import Projection
@@ -104,7 +104,7 @@ def _project(
     def split(projected: Tensor) -> Tensor:
         return projected.reshape(*projected.shape[:2], heads, -1).transpose(1, 2)
 
-    same = frozenset({0})
+    same = frozenset({WeakStorage(x)})
     sides, lineages = [], []
     for at, z in enumerate((x, y)):
         own_weight, own_bias = (one[at * width : (at + 1) * width] for one in (weight, bias))

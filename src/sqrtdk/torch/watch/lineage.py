@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sqrtdk.torch.internals import storage_address
+from sqrtdk.torch.internals import WeakStorage
 from sqrtdk.torch.watch.projections import Projection
 
 # Relative spread of ratios of lengths that rounding explains: of the dtype's resolution, generously.
@@ -27,7 +27,7 @@ class Piece(NamedTuple):
     lengths: Tensor
     width: int
     factor: float
-    memory: tuple[int, int, int]  # the storage, and the first and last entry in it
+    memory: tuple[WeakStorage | None, int, int]  # the storage, and the first and last entry in it
     name: str = ""
 
     def lies_in(self, other: Piece) -> bool:
@@ -49,7 +49,7 @@ class Lineage:
 
     name: str
     # Memory of what went into the projection, and of what that came from: queries and keys of one sequence share it.
-    sources: frozenset[int] = frozenset()
+    sources: frozenset[WeakStorage] = frozenset()
     factor: float = 1.0
     pieces: tuple[Piece, ...] = ()
     is_exact: bool = True
@@ -100,7 +100,7 @@ def piece_of(tensor: Tensor, lineage: Lineage) -> tuple[Piece, ...]:
     last = first + sum((size - 1) * stride for size, stride in zip(shown.shape, shown.stride(), strict=True))
     wide = torch.promote_types(shown.dtype, torch.float32)
     lengths = torch.linalg.vector_norm(shown.detach(), dim=-1, dtype=wide)
-    return (Piece(lengths, shown.shape[-1], lineage.factor, (storage_address(shown), first, last), lineage.name),)
+    return (Piece(lengths, shown.shape[-1], lineage.factor, (WeakStorage(shown), first, last), lineage.name),)
 
 
 def merge(inputs: list[tuple[Tensor, Lineage]], operation: str) -> Lineage:
@@ -154,7 +154,7 @@ def join(tensors: list[Tensor], lineages: list[Lineage | None], axis: int) -> Li
     if all(len(pieces) == 1 for pieces, _ in lengths) and len({pieces[0].width for pieces, _ in lengths}) == 1:
         first = lengths[0][0][0]
         joined_lengths = torch.cat([(p[0].lengths * (first.factor / p[0].factor)).flatten() for p, _ in lengths])
-        return replace(joined, pieces=(Piece(joined_lengths, first.width, first.factor, (0, 0, -1), first.name),))
+        return replace(joined, pieces=(Piece(joined_lengths, first.width, first.factor, (None, 0, -1), first.name),))
     return joined
 
 

@@ -31,7 +31,7 @@ class Fact:
     # Made from learnt tensors alone: a copy in another dtype, a dequantised weight.
     is_learnt: bool = False
     # The memory that this is a copy of.
-    origin: int = 0
+    origin: WeakStorage | None = None
 
 
 class Memory:
@@ -78,7 +78,7 @@ class Memory:
                 return
             fact = self._facts[address] = Fact(WeakStorage(tensor))
         fact.scores, fact.candidate, fact.lineage = scores, candidate, lineage
-        fact.folded, fact.is_learnt, fact.origin = 1.0, False, 0
+        fact.folded, fact.is_learnt, fact.origin = 1.0, False, None
         if scores is not None:
             scores.product.addresses.append(address)
 
@@ -91,10 +91,17 @@ class Memory:
         for name, value in known.items():
             setattr(fact, name, value)
 
-    def origin_of(self, tensor: Tensor) -> int:
-        """The memory that a tensor lies in or is a copy of."""
+    def origin_of(self, tensor: Tensor) -> WeakStorage | None:
+        """The memory that a tensor lies in or is a copy of; None if it has none of its own.
+
+        Whoever keeps it keeps the address from being given to another tensor, and so from being mistaken for this one.
+        """
+        if not storage_address(tensor):
+            return None
         fact = self.look_up(tensor)
-        return storage_address(tensor) if fact is None or not fact.origin else fact.origin
+        if fact is None:
+            return WeakStorage(tensor)
+        return fact.weak if fact.origin is None else fact.origin
 
     def release(self, product: Product) -> None:
         """Forget the scores of a product: their softmax has been seen, and what was added to them is not needed."""

@@ -32,6 +32,8 @@ _LOOKS_LIKE_PRODUCT = re.compile(r"linear|mm|matmul|conv|gem[mv]")
 # No query or key is put together from more.
 _MOST_PIECES = 6
 _MOST_ROWS_COMPARED = 4
+# What is further back than this is not needed to tell whether queries and keys are of one sequence.
+_MOST_SOURCES = 8
 
 
 # The running modules, outermost first: the number of the call, its path, and how many heads the module says it has.
@@ -167,24 +169,27 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
 
     def _root(self, output: Tensor, inputs: list[Tensor], projection: Projection | None = None) -> None:
         """What comes out of a product is a projection, as far as anybody who follows it is concerned."""
-        sources = {self.memory.origin_of(tensor) for tensor in inputs}
-        for tensor in inputs:
-            lineage = self.memory.lineage_of(tensor)
-            sources |= set() if lineage is None else lineage.sources
+        near = frozenset(origin for tensor in inputs if (origin := self.memory.origin_of(tensor)) is not None)
+        lineages = [lineage for tensor in inputs if (lineage := self.memory.lineage_of(tensor)) is not None]
+        sources = near.union(*(lineage.sources for lineage in lineages))
         self.products += 1
-        near = (
-            frozenset(sources) if len(sources) <= 8 else frozenset(self.memory.origin_of(tensor) for tensor in inputs)
-        )
-        self.memory.write(output, lineage=Lineage(self.path, near, fresh=True, projection=projection))
+        sources = sources if len(sources) <= _MOST_SOURCES else near
+        self.memory.write(output, lineage=Lineage(self.path, sources, fresh=True, projection=projection))
 
     def _read_projection(self, weight: Tensor, output: Tensor, bias: Tensor | None) -> Projection | None:
         """The product with a parameter, or with a copy of one in another dtype; None if it is none."""
         weight = weight[0] if weight.ndim == 3 and weight.shape[0] == 1 else weight
-        origins = [0 if one is None else self.memory.origin_of(one) for one in (weight, bias)]
-        if not self.is_measuring or not all(self._is_parameter(origin) for origin in origins if origin):
+        stored = self._parameter_of(weight)
+        added = 0 if bias is None else self._parameter_of(bias)
+        if not self.is_measuring or stored is None or added is None:
             return None
         with without_modes(), torch.no_grad():
-            return Projection.of(weight, origins[0], bias, origins[1], output)
+            return Projection.of(weight, stored, bias, added, output)
+
+    def _parameter_of(self, tensor: Tensor) -> int | None:
+        """The address of the parameter that a tensor is or is a copy of; None if it is neither."""
+        origin = self.memory.origin_of(tensor)
+        return origin.address if origin is not None and self._is_parameter(origin.address) else None
 
     def see_product(
         self, a: Tensor, b: Tensor, output: Tensor, alpha: float = 1.0, added: Tensor | None = None, beta: float = 1.0
@@ -311,7 +316,7 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
     def _lineage_of(self, tensor: Tensor) -> Lineage | None:
         """The lineage of a query or key; a parameter, as the query of a pooling is, is its own projection."""
         lineage = self.memory.lineage_of(tensor)
-        if lineage is None and self._is_parameter(self.memory.origin_of(tensor)):
+        if lineage is None and self._parameter_of(tensor) is not None:
             return Lineage(self.path)
         return lineage
 
@@ -319,10 +324,12 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
         """The lineage of a product after a learnt vector was added to it."""
         if lineage.projection is None:
             return lineage
-        if not lineage.fresh:  # one for each head, after the product was split: no part of the projection
+        stored = self._parameter_of(bias)
+        # One for each head, after the product was split, or made from parameters: no part of the projection.
+        if not lineage.fresh or stored is None:
             return replace(lineage, projection=None)
         with without_modes(), torch.no_grad():
-            return replace(lineage, projection=lineage.projection.plus(bias, self.memory.origin_of(bias)))
+            return replace(lineage, projection=lineage.projection.plus(bias, stored))
 
     def is_bias(self, tensor: Tensor, output: Tensor) -> bool:
         """Whether a tensor is a learnt vector, or one for each head, and the same for all tokens."""
