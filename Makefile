@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 REPORT := sqrtdk-report.html
 RUNS := build/runs.sqlite
 SEED := 20261116
@@ -10,6 +10,11 @@ KERNEL := CMakeLists.txt $(wildcard kernel/*.h kernel/*.cpp bindings/*.cpp)
 COMPILED := $(BIN)/python -c "import sqrtdk._kernel" 2>/dev/null
 # Two test processes on two cores: BLAS threads of their own would only wait for each other.
 PYTEST := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest
+
+# Bytecode is kept, in the environment and not in the tree, also where the shell forbids it: without it every process that
+# loads torch compiles all of it again. Each is compiled when it is first used.
+unexport PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/bytecode
 
 comma := ,
 
@@ -54,7 +59,7 @@ $(VENV)/base.stamp: $(VENV)/venv.stamp
 	touch $@
 
 $(VENV)/packages.stamp: $(VENV)/venv.stamp pyproject.toml
-	$(PIP) --no-compile $$($(BIN)/python -c "$$LIST_PACKAGES")
+	$(PIP) $$($(BIN)/python -c "$$LIST_PACKAGES")
 	touch $@
 
 $(VENV)/built.stamp: $(VENV)/base.stamp pyproject.toml

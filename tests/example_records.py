@@ -1,6 +1,7 @@
 """Records of every kind for the report's tests: exercises at small sizes, training and claims made by hand."""
 
 import math
+from collections.abc import Callable
 from functools import cache
 
 import numpy as np
@@ -137,19 +138,27 @@ def make_bench() -> Record:
     )
 
 
+MAKERS: dict[str, Callable[[], Record]] = {
+    "claims": make_claims,
+    "condensation": lambda: exercises.condensation(d_ks=(1, 64), ns=(4, 16), budget=1024, seed=0),
+    "variance": lambda: exercises.variance(d_ks=(4, 64), samples=500, seed=0),
+    "saturation": lambda: exercises.saturation(points=21),
+    "temperature": lambda: exercises.temperature(draws=8, queries=4, n=8, seed=0),
+    "gradients": lambda: exercises.gradients(d_ks=(4, 16), ns=(4, 8), budget=1024, seed=0),
+    "explain": lambda: exercises.explain(d_k=16, n=32, draws=8, queries=4, seed=0),
+    "ablation": make_ablation,
+    "swap": make_swap,
+    "bench": make_bench,
+    "zoo": load_zoo,
+}
+
+
 @cache
+def make_example(kind: str) -> Record:
+    """A record of a kind, computed once per test session."""
+    return MAKERS[kind]()
+
+
 def every_kind() -> dict[str, Record]:
-    """One record of each kind, computed once per test session."""
-    return {
-        "claims": make_claims(),
-        "condensation": exercises.condensation(d_ks=(1, 64), ns=(4, 16), budget=1024, seed=0),
-        "variance": exercises.variance(d_ks=(4, 64), samples=500, seed=0),
-        "saturation": exercises.saturation(points=21),
-        "temperature": exercises.temperature(draws=8, queries=4, n=8, seed=0),
-        "gradients": exercises.gradients(d_ks=(4, 16), ns=(4, 8), budget=1024, seed=0),
-        "explain": exercises.explain(d_k=16, n=32, draws=8, queries=4, seed=0),
-        "ablation": make_ablation(),
-        "swap": make_swap(),
-        "bench": make_bench(),
-        "zoo": load_zoo(),
-    }
+    """One record of each kind."""
+    return {kind: make_example(kind) for kind in MAKERS}

@@ -147,6 +147,7 @@ def test_threads_follow_omp_num_threads(text, count):
     assert run_python(THREADS.format("pass"), OMP_NUM_THREADS=text) == str(count)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [None, "", "0", "-1", "many"])
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity on this system")
 def test_threads_follow_the_affinity_where_openmp_would_ignore_the_variable(text):

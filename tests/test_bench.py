@@ -406,6 +406,7 @@ def test_a_busy_machine_is_said_and_is_an_error(tiny, monkeypatch, capsys, tmp_p
         assert "the machine was too busy, no ratio was measured." in " ".join(out.split())
 
 
+@pytest.mark.slow
 def test_command_writes_json_and_figure(tiny, capsys, tmp_path):
     pytest.importorskip("matplotlib")
     raw, figure = tmp_path / "bench.json", tmp_path / "bench.png"

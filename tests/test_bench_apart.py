@@ -68,6 +68,7 @@ def test_a_guest_rests_while_nobody_asks(invite):
     assert run.time(1, False) > 0.0
 
 
+@pytest.mark.slow
 def test_each_guest_has_a_process_that_ends_with_it(invite):
     guests = [invite("right"), invite("right")]
     for guest in guests:

@@ -103,6 +103,7 @@ def test_gradients_are_larger_but_uneven_without_scaling(verdicts):
     assert numbers["512,16,none"]["grad_q_p5"] < 1e-7 < 1 < numbers["512,16,sqrt"]["grad_q_p5"]
 
 
+@pytest.mark.slow
 def test_claims_and_exercises_speak_of_one_measurement(verdicts):
     explained = {(row["scale"], row["quantity"]): row for row in exercises.explain(d_k=64, n=1024).tables["explain"]}
     numbers = {name: verdicts[name]["numbers"] for name in ("soft.onehot", "soft.uniform", "soft.small", "grad.vanish")}
@@ -192,6 +193,7 @@ def test_the_scale_of_models_is_decided_by_the_record_that_ships():
     assert "gpt_neo (1," in row["computed"]
 
 
+@pytest.mark.slow
 def test_too_short_a_training_decides_nothing():
     evidence = Evidence(seeds=1, steps=2, lab=Lab(executor=Processes(1)))
     ids = ["grad.learning", "soft.trained", "scale.temperature", "scale.query"]
@@ -233,6 +235,7 @@ def trained(**changes):
 MOVED = {"learned_run": {"temperatures": [1.2, 0.9]}, "query_run": {"temperature_spread": 0.2}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "temperature", "query"),
     [

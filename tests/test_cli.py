@@ -73,6 +73,7 @@ def test_ablate_prints_the_agreed_json(capsys, tmp_path):
     assert len(again["curves"]["runs"]) == 4
 
 
+@pytest.mark.slow
 def test_a_figure_is_drawn_again_without_computing(capsys, tmp_path, monkeypatch):
     store, printed = tmp_path / "runs.sqlite", tmp_path / "saturation.json"
     line = "ablate --d-k 8 --seeds 2 --steps 4 --workers 1 --json"
@@ -143,6 +144,7 @@ def test_ablate_control_adds_the_absorbed_runs(capsys):
     assert {(row["scale"], row["init"]) for row in json.loads(out)["runs"]} == {("sqrt", "unit"), ("none", "absorbed")}
 
 
+@pytest.mark.slow
 def test_plot_writes_each_format(capsys, tmp_path):
     for suffix, begin in ((".png", b"\x89PNG"), (".svg", b"<?xml"), (".html", b"<!DOCTYPE html>")):
         path = tmp_path / f"figure{suffix}"
@@ -160,6 +162,7 @@ def test_markdown(capsys):
     assert "S3 “Section 5.3: Scaled Attention: Why √d Matters”" in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["latin-1", "ascii", "cp1252"])
 @pytest.mark.parametrize(
     "line",
@@ -180,6 +183,7 @@ def test_any_encoding_is_written(encoding, line):
     assert text.count("?") <= 1  # every letter has a spelling; one stands in the title of a text
 
 
+@pytest.mark.slow
 def test_json_is_the_same_in_any_encoding():
     result = []
     for encoding in ("utf-8", "ascii", "latin-1"):
@@ -215,6 +219,7 @@ def test_nothing_written_for_the_help_vanishes_from_it(capsys):
             assert " ".join((option.help or "").split()) in words
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["variance", "temperature", "gradients", "explain", "condensation"])
 def test_long_commands_say_so_without_a_terminal(capsys, monkeypatch, name):
     compute = getattr(exercises, name)

@@ -289,6 +289,7 @@ def test_defaults_say_something(exercise):
     assert record.as_json()["spec_hash"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "call",
     [

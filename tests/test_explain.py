@@ -28,6 +28,7 @@ def test_explain_says_where_the_size_lies(d_k, n, place):
     assert place in exercises.explain(d_k=d_k, n=n, draws=8, queries=2).reading[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("d_k", "n"), SIZES)
 def test_explain_says_what_its_numbers_say(d_k, n):
     """Every sentence at sizes where a fixed one would be false somewhere."""
@@ -147,6 +148,7 @@ def test_explain_curves_meet_the_table():
     assert here["here"] == {"d_k": 16, "n": 64}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("d_k", "n"), [(1, 2), (13, 1024), (512, 16)])
 def test_expected_rows_against_theory_and_a_direct_average(d_k, n):
     rows = expect_rows(d_k, n)

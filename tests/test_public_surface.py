@@ -168,6 +168,7 @@ def test_without_torch_the_torch_layer_names_the_extra():
     assert 'torch is not installed; it comes with: pip install "sqrtdk[torch]"' in done.stderr
 
 
+@pytest.mark.slow
 def test_the_torch_layer_loads_no_transformers():
     script = "import sys, sqrtdk.torch; print([x for x in sys.modules if x.startswith(('transformers', 'plotly'))])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)

@@ -262,6 +262,7 @@ def test_the_same_tensor_three_times():
     assert_as_reference(x, x, x, causal=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("block", [1, 7, 40, 97])
 def test_blocks_of_any_size_give_the_same(block, dtype, monkeypatch):

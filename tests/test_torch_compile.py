@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sqrtdk.torch import attention, scaled_dot_product_attention
@@ -79,7 +78,7 @@ def test_a_dispatch_mode_sees_one_operator_and_no_l_by_s_product():
 @pytest.mark.parametrize(
     ("name", "dynamic"),
     [("plain", False), ("everything", True), ("sampled", False)]
-    + [pytest.param(name, True, marks=pytest.mark.slow) for name in CALLS if name != "everything"],
+    + [pytest.param(name, True, marks=pytest.mark.long) for name in CALLS if name != "everything"],
 )
 def test_compiled_without_a_break_forward_and_backward(name, dynamic):
     def function(q, k, v):
@@ -135,6 +134,8 @@ def test_compiled_learnable_scales_and_the_drop_in():
 
 @pytest.mark.parametrize(("dynamic", "more"), [(True, 0), (None, 1)])
 def test_other_lengths_do_not_compile_again_and_again(dynamic, more):
+    from torch._dynamo.testing import CompileCounterWithBackend  # here: it takes seconds
+
     counter = CompileCounterWithBackend("aot_eager")
 
     def function(q, k, v):

@@ -96,6 +96,7 @@ def assert_summary_of(summary, parts):
     np.testing.assert_allclose(summary.max_keys.share_sum, whole.max_keys.share_sum, rtol=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_summary_of_all_ranks_is_that_of_all_rows(tmp_path, world):
@@ -117,6 +118,7 @@ def reduce_other_heads(rank, world):
     return all_reduce(HeadSummary.of(rows_of_rank(rank, 1, heads=3 + rank)))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_ranks_that_disagree_about_heads_raise_instead_of_hanging(tmp_path):
     says = "every rank must bring a summary of as many heads, got [3, 4] by rank"

@@ -77,6 +77,7 @@ def test_gradients_are_slopes(name):
     assert gradcheck(function, inputs, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [1, 17])
 @pytest.mark.parametrize("name", CALLS)
 def test_gradients_do_not_depend_on_the_blocks(name, block, monkeypatch):
@@ -99,6 +100,7 @@ def test_gradients_through_the_weights_are_slopes(name, part):
     assert gradcheck(function, inputs, atol=1e-6, fast_mode=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "per head", "scale 0", "softcap", "sinks", "holes", "everything"])
 def test_gradients_of_gradients_are_slopes(name):
     function, inputs = as_function(CALLS[name])
@@ -110,6 +112,7 @@ def test_gradients_of_gradients_through_the_weights():
     assert gradgradcheck(function, inputs, atol=1e-6, fast_mode=True)
 
 
+@pytest.mark.slow
 # torch's own formulas for forward mode are scripts.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("name", ["plain", "everything"])
@@ -211,6 +214,7 @@ def test_every_gradient_has_the_dtype_of_its_input(dtype, name):
         assert leaf.grad.any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_sums_over_many_blocks_are_rounded_once(dtype, monkeypatch):
     for candidates in ("_WITH_KERNEL", "_WITH_REFERENCE"):

@@ -124,6 +124,7 @@ def longer_queries(model, x):
     return regression(model, x) - model.layers[1].q_proj(x).square().mean()
 
 
+@pytest.mark.slow
 def test_growing_logits_are_alerted_once_with_their_cause_and_clipping_stops_them():
     def run(**options):
         model, looks, alerts = make_model(), Looks(), []

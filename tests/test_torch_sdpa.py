@@ -229,6 +229,7 @@ def largest_errors(result, eager_found, exact):
     return float((result.double() - exact).abs().max()), float((eager_found.double() - exact).abs().max()), floor
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharpness", [1.0, 8.0])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", ACCURACY)
@@ -274,6 +275,7 @@ def kept(p, queries=25, keys=60, seed=0):
     return ratio > 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [100, 2**20])
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_dropout_drops_weights_one_by_one_and_lifts_the_rest(p, block, monkeypatch):

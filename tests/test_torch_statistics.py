@@ -71,6 +71,7 @@ def test_numbers_stay_on_their_device_and_in_their_precision():
         assert (result.device.type, result.dtype, result.shape) == ("meta", torch.float32, (2, 3, 9)), name
 
 
+@pytest.mark.slow
 def test_derived_numbers_are_traced_without_a_break():
     @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
     def derive(counts, numbers, positions):

@@ -89,6 +89,7 @@ def test_under_a_soft_cap_the_scores_before_it_are_followed():
     assert findings[0].evidence["score_max_above_mean"] == capped[-1]["score_max"].largest[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("snapshots", [5, 6, 9, 16, 40])
 def test_chance_makes_a_line_rise_in_one_of_a_thousand_series(snapshots):
     steps = np.arange(snapshots, dtype=float)

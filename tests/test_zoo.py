@@ -98,6 +98,7 @@ WORKER = textwrap.dedent(
 )
 
 
+@pytest.mark.slow
 def test_a_family_that_hangs_or_dies_loses_no_other():
     answers = {}
     names = ["a", "hangs", "b", "dies", "c", "d"]
