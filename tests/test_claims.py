@@ -59,6 +59,7 @@ def test_every_source_is_explained():
     assert all(f"{name} {words}" in check_claims(["op.stable"]).reading[-1] for name, words in SOURCES.items())
 
 
+@pytest.mark.slow
 def test_each_row_is_complete(verdicts):
     for claim in verdicts.values():
         assert claim["verdict"] in ("holds", "wrong", "depends")

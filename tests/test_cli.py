@@ -28,6 +28,7 @@ def run(capsys, *arguments):
     return caught.value.code or 0, captured.out, captured.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "table", "columns"),
     [

@@ -35,6 +35,7 @@ def row_of(record, table, **wanted):
 # Condensation
 
 
+@pytest.mark.slow
 def test_condensation_speaks_of_the_rows_that_explain_measures():
     swept = exercises.condensation(d_ks=(64, 16), ns=(32,), seed=3)
     alone = exercises.explain(d_k=16, n=32, seed=3)

@@ -16,6 +16,7 @@ def cells_of(record):
     return {(row["scale"], row["quantity"]): row for row in record.tables["explain"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("d_k", "n", "place"),
     [
@@ -52,6 +53,7 @@ def test_explain_says_what_its_numbers_say(d_k, n):
     assert f"Of 9 predictions (σ, H/ln n and Σp²) {sum(judged)} lie inside" in record.reading[3]
 
 
+@pytest.mark.slow
 def test_explain_at_the_size_where_a_rule_of_thumb_fails():
     record = exercises.explain(d_k=13, n=1024)
     result = cells_of(record)
@@ -87,6 +89,7 @@ def test_intervals_hold_at_the_smallest_size_too():
     assert sum(inside) >= 52
 
 
+@pytest.mark.slow
 def test_pooled_deviation_is_the_predicted_quantity():
     """At n = 2 a row's own deviation is about half of σ; seeds 0 to 3."""
     for seed in range(4):
@@ -95,6 +98,7 @@ def test_pooled_deviation_is_the_predicted_quantity():
         assert row["measured"] == pytest.approx(8.0, rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("d_k", "n"), [(64, 1024), (13, 1024), (64, 16), (4, 2)])
 def test_explain_leaves_out_the_law_where_it_states_no_error(d_k, n):
     for (scale, quantity), row in cells_of(exercises.explain(d_k=d_k, n=n, draws=8, queries=4)).items():
@@ -137,6 +141,7 @@ def test_explain_and_gradients_are_one_measurement():
         assert row["low"] == vanish[scale]["grad_q_low"]
 
 
+@pytest.mark.slow
 def test_explain_curves_meet_the_table():
     record = exercises.explain(d_k=16, n=64, draws=8, queries=4)
     for curve in record.curves["ranked"]:

@@ -66,6 +66,7 @@ def draw_plain_case(front, dtype="float32"):
     raise AssertionError("no such case")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("front", ["arrays", "array gradients", "tensors", "tensor gradients", "drop-in", "jvp"])
 def test_every_result_that_is_a_little_wrong_is_noticed(front):
     case = draw_plain_case(front)

@@ -71,6 +71,7 @@ def as_function(call, part="output"):
     return function, require_grad(*small(), *tensors.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_gradients_are_slopes(name):
     function, inputs = as_function(CALLS[name])

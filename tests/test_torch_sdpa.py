@@ -339,6 +339,7 @@ def test_statistics_and_weights_are_those_before_dropout():
     assert not torch.equal(dropped.output, plain.output)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [1, 10, 2**20])
 @pytest.mark.parametrize("extra", [{}, {"softcap": 2.0, "causal": True, "causal_offset": 2}])
 def test_the_gradient_drops_what_the_output_dropped(extra, block, monkeypatch):

@@ -126,6 +126,7 @@ def test_means_are_those_of_numpy(name, axis):
     np.testing.assert_allclose(result.numpy(), rows.mean(name, axis=axis), rtol=1e-14)
 
 
+@pytest.mark.slow
 def test_means_stay_on_their_device_and_are_traced():
     counts, numbers = blocks_of(rows_in_numpy(), device="meta", dtype=torch.float32)
     result = AttentionStatistics.from_blocks(counts, numbers).mean("entropy_ratio", axis=-1)
