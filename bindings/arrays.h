@@ -150,6 +150,8 @@ struct Arguments {
     int64_t first, last;
     double softcap;
     nb::handle sinks;
+    double dropout;
+    int64_t seed;
     uintptr_t team;
 };
 
@@ -192,6 +194,8 @@ class Inputs {
         problem.last = given.last;
         problem.softcap = given.softcap;
         problem.sinks = static_cast<const double*>(sinks_.data());
+        problem.dropout.probability = given.dropout;
+        problem.dropout.seed = given.seed;
         problem.threads = given.threads;
         problem.team = reinterpret_cast<sqrtdk::Team>(given.team);
 
@@ -228,6 +232,7 @@ class Inputs {
     // Moves the arrays of a call to those of a round; returns how far grad_output moves, in elements.
     int64_t enter(int64_t round, sqrtdk::Problem& part) const {
         int64_t at[strided_arrays] = {};
+        part.dropout.first_row = round * rows;
         for (int axis = outer_ - 1; axis >= 0; --axis) {
             for (int i = 0; i < strided_arrays; ++i) {
                 at[i] += round % axes_[axis].size * axes_[axis].strides[i];

@@ -143,10 +143,11 @@ constexpr int writable = PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS;
 // False if an array is not aligned to its elements: the caller copies it and comes back.
 bool forward(const char* level, int threads, int dtype, nb::handle q, nb::handle k, nb::handle v, double scale_number,
              nb::handle scale, int mask_kind, nb::handle mask, int64_t first, int64_t last, double softcap,
-             nb::handle sinks, nb::handle output_array, nb::handle floats_array, nb::handle counts_array,
-             uintptr_t team, nb::handle weights_array, nb::handle saved_array, nb::handle exact_array) {
-    const Inputs inputs(
-        {level, threads, dtype, q, k, v, scale_number, scale, mask_kind, mask, first, last, softcap, sinks, team});
+             nb::handle sinks, double dropout, int64_t seed, nb::handle output_array, nb::handle floats_array,
+             nb::handle counts_array, uintptr_t team, nb::handle weights_array, nb::handle saved_array,
+             nb::handle exact_array) {
+    const Inputs inputs({level, threads, dtype, q, k, v, scale_number, scale, mask_kind, mask, first, last, softcap,
+                         sinks, dropout, seed, team});
     const View output(output_array, writable), floats(floats_array, writable), counts(counts_array, writable);
     const View weights(weights_array, writable), saved(saved_array, writable), exact(exact_array, writable);
     if (!inputs.are_aligned()) {
@@ -170,16 +171,16 @@ bool forward(const char* level, int threads, int dtype, nb::handle q, nb::handle
 // False if an array is not aligned to its elements. The gradients of k and v are those of arrays with q's leading axes.
 bool backward(const char* level, int threads, int dtype, nb::handle q, nb::handle k, nb::handle v, double scale_number,
               nb::handle scale, int mask_kind, nb::handle mask, int64_t first, int64_t last, double softcap,
-              nb::handle sinks, nb::handle saved_array, nb::handle output_array, nb::handle grad_output_array,
-              nb::handle query_array, nb::handle key_array, nb::handle value_array, nb::handle scales_array,
-              nb::handle sink_rows_array, uintptr_t team) {
+              nb::handle sinks, double dropout, int64_t seed, nb::handle saved_array, nb::handle output_array,
+              nb::handle grad_output_array, nb::handle query_array, nb::handle key_array, nb::handle value_array,
+              nb::handle scales_array, nb::handle sink_rows_array, uintptr_t team) {
     const View grad_output(grad_output_array), saved(saved_array, PyBUF_C_CONTIGUOUS);
     const View output(output_array, PyBUF_C_CONTIGUOUS);
     const View query(query_array, writable), key(key_array, writable), value(value_array, writable);
     const View scales(scales_array, writable), sink_rows(sink_rows_array, writable);
-    const Inputs inputs(
-        {level, threads, dtype, q, k, v, scale_number, scale, mask_kind, mask, first, last, softcap, sinks, team},
-        &grad_output);
+    const Inputs inputs({level, threads, dtype, q, k, v, scale_number, scale, mask_kind, mask, first, last, softcap,
+                         sinks, dropout, seed, team},
+                        &grad_output);
     if (!inputs.are_aligned() || !grad_output.is_aligned()) {
         return false;
     }
@@ -222,14 +223,16 @@ NB_MODULE(_kernel, module) {
     module.def("forward", &forward, nb::arg("level"), nb::arg("threads"), nb::arg("dtype"), nb::arg("q"), nb::arg("k"),
                nb::arg("v"), nb::arg("scale_number"), nb::arg("scale").none(), nb::arg("mask_kind"),
                nb::arg("mask").none(), nb::arg("first"), nb::arg("last"), nb::arg("softcap"), nb::arg("sinks").none(),
-               nb::arg("output"), nb::arg("floats").none(), nb::arg("counts").none(), nb::arg("team") = 0,
-               nb::arg("weights") = nb::none(), nb::arg("saved") = nb::none(), nb::arg("exact") = nb::none(),
+               nb::arg("dropout"), nb::arg("seed"), nb::arg("output"), nb::arg("floats").none(),
+               nb::arg("counts").none(), nb::arg("team") = 0, nb::arg("weights") = nb::none(),
+               nb::arg("saved") = nb::none(), nb::arg("exact") = nb::none(),
                "One forward pass into output and statistics; False if an array is not aligned to its elements.");
     module.def("backward", &backward, nb::arg("level"), nb::arg("threads"), nb::arg("dtype"), nb::arg("q"),
                nb::arg("k"), nb::arg("v"), nb::arg("scale_number"), nb::arg("scale").none(), nb::arg("mask_kind"),
                nb::arg("mask").none(), nb::arg("first"), nb::arg("last"), nb::arg("softcap"), nb::arg("sinks").none(),
-               nb::arg("saved"), nb::arg("output"), nb::arg("grad_output"), nb::arg("grad_query"), nb::arg("grad_key"),
-               nb::arg("grad_value"), nb::arg("grad_scale").none(), nb::arg("grad_sinks").none(), nb::arg("team") = 0,
+               nb::arg("dropout"), nb::arg("seed"), nb::arg("saved"), nb::arg("output"), nb::arg("grad_output"),
+               nb::arg("grad_query"), nb::arg("grad_key"), nb::arg("grad_value"), nb::arg("grad_scale").none(),
+               nb::arg("grad_sinks").none(), nb::arg("team") = 0,
                "One backward pass into the gradients; False if an array is not aligned to its elements.");
     module.def("levels", &list_levels, "The CPU levels compiled in, best first: (name, runs here).");
     module.def("best_level", [] { return sqrtdk::best_level(); }, "The best level that runs here.");

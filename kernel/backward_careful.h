@@ -8,6 +8,7 @@
 
 #include "backward_sums.h"
 #include "block_view.h"
+#include "dropout.h"
 #include "kernel.h"
 #include "level.h"
 #include "visibility.h"
@@ -63,6 +64,7 @@ bool differentiate_carefully(const Backward& call, int64_t n, int64_t g, int64_t
         }
         ++count;
     }
+    const RowDropout dropout(call.dropout, at);
     double sum = 0, delta = 0, grad_scale = 0, sink_weight = 0;
     for (int64_t i = 0; i < count && !poisoned; ++i) {
         weights[i] = std::exp(weights[i] - top);
@@ -76,6 +78,7 @@ bool differentiate_carefully(const Backward& call, int64_t n, int64_t g, int64_t
         grad_weights[i] = 0;
         for (int64_t d = 0; d < call.d_v; ++d)
             grad_weights[i] += double(widen(grad[d * os.d])) * double(widen(v[keys[i] * call.v.s + d * call.v.d]));
+        grad_weights[i] = dropout.apply(grad_weights[i], keys[i]);
         delta += weights[i] * grad_weights[i];
     }
     for (int64_t d = 0; d < call.d_k; ++d) grad_query[d] = poisoned ? NAN : 0.0;
@@ -84,9 +87,10 @@ bool differentiate_carefully(const Backward& call, int64_t n, int64_t g, int64_t
         T *to_key = sums.key + j * sums.key_row, *to_value = sums.value + j * sums.value_row;
         if (poisoned) {
             for (int64_t d = 0; d < call.d_k && j >= begin; ++d) to_key[d] = T(NAN);
-            for (int64_t d = 0; d < call.d_v && j >= begin; ++d) to_value[d] = T(NAN);
+            for (int64_t d = 0; d < call.d_v && j >= begin; ++d) to_value[d] += T(dropout.apply(NAN, j));
             continue;
         }
+        const double kept = dropout.apply(weights[i], j);
         const double grad_score = weights[i] * (grad_weights[i] - delta) * slopes[i];
         grad_scale += grad_score * products[i];
         for (int64_t d = 0; d < call.d_k; ++d)
@@ -94,8 +98,7 @@ bool differentiate_carefully(const Backward& call, int64_t n, int64_t g, int64_t
         if (j < begin) continue;
         for (int64_t d = 0; d < call.d_k; ++d)
             to_key[d] = T(to_key[d] + scale * grad_score * double(widen(q[d * qs.d])));
-        for (int64_t d = 0; d < call.d_v; ++d)
-            to_value[d] = T(to_value[d] + weights[i] * double(widen(grad[d * os.d])));
+        for (int64_t d = 0; d < call.d_v; ++d) to_value[d] = T(to_value[d] + kept * double(widen(grad[d * os.d])));
     }
     using Out = decltype(widen(In()));
     In* to = static_cast<In*>(call.gradients.query) + at * call.d_k;

@@ -126,8 +126,11 @@ struct BackwardTile {
             score_run(call, block, j, run, first, vectors, weights, slopes);
         });
         uint64_t bad = 0;
+        const bool drops = call.dropout.probability > 0;
+        if (drops) drop_out(slopes, block.begin, span);
         for (int c = 0; c < panel; ++c)
             bad |= differentiate_vector(call, c, span.from[c], span.to[c], partial, weights, slopes);
+        if (drops) drop_out(weights, block.begin, span);
         if (bad != 0) {
             drop(call, bad, block.begin);
             for (int64_t j = 0; j < block.count; ++j)
@@ -228,6 +231,14 @@ struct BackwardTile {
                                      d_v, steps, value_vectors);
             multiply_wide<T, to_key>(key_sums, sums.key_row, run, scratch.slopes + at, W, 1, query_rows + row * d_k,
                                      d_k, steps, key_vectors);
+        }
+    }
+
+    // Of gradients of weights, and of the weights that the values were multiplied with.
+    void drop_out(T* numbers, int64_t begin, const typename Place::Span& span) const {
+        for (int c = 0; c < panel; ++c) {
+            const int64_t from = span.from[c], at = c * S::lanes;
+            place.draws.template drop<true>(numbers + from * W + at, begin + from, span.to[c] - from, int(at));
         }
     }
 

@@ -6,6 +6,7 @@
 #include <cstdlib>
 
 #include "block_view.h"
+#include "dropout.h"
 #include "kernel.h"
 #include "level.h"
 #include "row_state.h"
@@ -126,11 +127,12 @@ bool attend_carefully(const Forward& call, int64_t n, int64_t g, int64_t row, bo
         using Out = decltype(widen(In()));
         In* weights = call.weights == nullptr ? nullptr : static_cast<In*>(call.weights) + at * call.keys;
         for (int64_t j = 0; weights != nullptr && j < call.keys; ++j) weights[j] = In();
+        const RowDropout dropout(call.dropout, at);
         double sum = 0;
         for (int64_t j = 0; j < count; ++j) {
-            const double weight = scores[j] / total;
+            const double weight = scores[j] / total, kept = dropout.apply(weight, keys[j]);
             for (int64_t d = 0; d < call.d_v; ++d)
-                output[d] += weight * double(widen(v[keys[j] * call.v.s + d * call.v.d]));
+                output[d] += kept * double(widen(v[keys[j] * call.v.s + d * call.v.d]));
             if (weights != nullptr) weights[keys[j]] = narrow(Out(weight), In());
             sum += std::exp(logits[j] - top.value);
         }

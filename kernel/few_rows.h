@@ -6,6 +6,7 @@
 
 #include "block_view.h"
 #include "careful.h"
+#include "dropout.h"
 #include "exponential.h"
 #include "kernel.h"
 #include "level.h"
@@ -101,6 +102,8 @@ struct FewRows {
             if (call.softcap > 0 || call.mask.kind > MaskKind::boolean)
                 adjust(call, n, g, row, begin, count, sees, scratch.scores);
             soften_row(row, count, sees, scratch.scores);
+            if (call.dropout.probability > 0)
+                drop_row(call.dropout, (n * call.groups + g) * rows + row, begin, count, scratch.scores);
             add_values(values, scratch.scores, sees, count, call.d_v, block.factor[row], output + row * call.d_v);
         }
         if (any != 0) absorb<T, few, statistics>(state, block, begin);

@@ -5,6 +5,7 @@
 
 #include "arena.h"
 #include "careful.h"
+#include "dropout.h"
 #include "few_rows.h"
 #include "kernel.h"
 #include "level.h"
@@ -135,13 +136,14 @@ struct FewPass {
             const bool sees = loop.seen[row];
             T inverse;
             const bool divides = invert_sum(state, row, sees, sink, &inverse);
+            const T grown = inverse * T(Odds(call.dropout).factor);
             In* to = static_cast<In*>(call.output) + at * d_v;
             T* exact = exact_output<T, In>(call, at);
             double check = (state.sum[row] + double(state.top[row])) * 0.0;
             for (int64_t d = 0; d < d_v; ++d) {
                 check += double(output[row * d_v + d]) * 0.0;
-                to[d] = narrow(T(output[row * d_v + d] * inverse), In());
-                if (exact != nullptr) exact[d] = output[row * d_v + d] * inverse;
+                to[d] = narrow(T(output[row * d_v + d] * grown), In());
+                if (exact != nullptr) exact[d] = output[row * d_v + d] * grown;
             }
             if (statistics) write_sink_weight(call.statistics, at, sink);
             save_row(call.saved, at, state.top[row], state.sum[row]);

@@ -49,6 +49,15 @@ struct Statistics {
     double* sink_weight;
 };
 
+// Which weights are left out of the output: of row i and key j that with draw(seed, i, j) < probability * 2^32, a word
+// of 32 bits (dropout.h); the others grow by 1 / (1 - probability). Statistics, weights and sums are those before. Rows
+// count [N, G, R, L], from first_row on where the call is a part of another.
+struct Dropout {
+    double probability = 0;  // 0: none
+    int64_t seed = 0;
+    int64_t first_row = 0;
+};
+
 // Runs body(data) on `threads` threads, the caller's among them, and returns when all have returned: the team of a
 // runtime that the program has anyway, in place of the kernel's own threads. The signature is that of GOMP_parallel.
 using Team = void (*)(void (*body)(void*), void* data, unsigned threads, unsigned flags);
@@ -65,6 +74,7 @@ struct Problem {
     int64_t first, last;
     double softcap;       // 0: none
     const double* sinks;  // [G * R], or null
+    Dropout dropout;
     int threads;          // at least 1; the result does not depend on it
     Team team = nullptr;  // null: the kernel's own threads
     // Called by the calling thread every few milliseconds; true stops the call. May be null.

@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "block_view.h"
+#include "dropout.h"
 #include "exponential.h"
 #include "kernel.h"
 #include "level.h"
@@ -65,6 +66,7 @@ struct Tile {
     RowState<T, W> state;
     BlockSums<T, W> block;
     Visibility<T, W> sight;
+    TileDraws<T, W> draws;   // where there is dropout
     alignas(64) T scale[W];  // 0 for a row that is not there
 
     // Rows that need more than the loop, one bit each.
@@ -165,6 +167,8 @@ struct Tile {
             sight.one_mask = sight.one_mask && sight.mask_row[i] == sight.mask_row[0];
         }
         sight.settle();
+        if (call.dropout.probability > 0)
+            draws.place(call.dropout, (n * call.groups + g) * call.shared * call.queries + first_row);
     }
 
     // The part of a block that each vector of rows can see by its ranges, to multiples of four keys.
@@ -255,12 +259,26 @@ struct Tile {
         const bool partial = what == Sight::something;
         if (call.softcap > 0 || call.mask.kind > MaskKind::boolean) adjust(call, scores, span, partial);
         soften_block(scratch, span, partial, call.d_v, begin);
+        if (call.dropout.probability > 0) drop_block(scratch, span, begin);
         add_values(call, scratch, v_at, count, span, careful);
         if (careful) add_infinite(call, v_at, scores, span, partial, scratch.output, count);
         if (!partial) return Visibility<T, W>::every_row;
         uint64_t seen = 0;
         for (int64_t j = 0; j < count; ++j) seen |= sight.words[j];
         return seen;
+    }
+
+    // What is kept grows by a factor that the output is multiplied with in the end.
+    void drop_block(const Scratch<T>& scratch, const Span& span, int64_t begin) {
+        for (int c = 0; c < panel; ++c) {
+            const int at = c * S::lanes;
+            const int64_t from = span.from[c], keys = span.to[c] - from;
+            if constexpr (in_pairs<T, In>) {
+                draws.drop_pairs(scratch.weights + from / 2 * W + at, begin + from, keys, at);
+            } else {
+                draws.template drop<false>(scratch.scores + from * W + at, begin + from, keys, at);
+            }
+        }
     }
 
     void add_values(const Forward& call, const Scratch<T>& scratch, const In* v_at, int64_t count, const Span& span,
@@ -366,6 +384,7 @@ struct Tile {
             if (call.sinks != nullptr && i < rows) sink = call.sinks + g * call.shared + (first_row + i) / call.queries;
             const bool sees = seen >> i & 1;
             const bool divides = invert_sum(state, i, sees, sink, inverse + i);
+            if (call.dropout.probability > 0) inverse[i] *= draws.factor;
             const bool finite = std::isfinite(state.sum[i]) && std::isfinite(double(state.top[i])) && state.sum[i] > 0;
             if (i < rows && sees && !(finite && divides)) odd.output |= 1ull << i;
             if (statistics && i < rows && sees && !is_described(state, i)) odd.description |= 1ull << i;

@@ -314,7 +314,7 @@ for threads in (1, 2):
         assert found.output.tobytes() == expected.output.tobytes(), mode
         assert found.statistics.entropy.tobytes() == expected.statistics.entropy.tobytes(), mode
     output = np.empty_like(q)
-    arguments = (sys.argv[1], threads, 2, q, k, v, 0.125, None, 0, None, -9, 9, 0.0, None, output, None, None)
+    arguments = (sys.argv[1], threads, 2, q, k, v, 0.125, None, 0, None, -9, 9, 0.0, None, 0.0, 0, output, None, None)
     every_flag = 0x3D
     libm.feclearexcept(every_flag)
     _kernel.forward(*arguments)

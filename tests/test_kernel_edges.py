@@ -232,9 +232,11 @@ def test_unknown_codes_are_refused(native):
     from sqrtdk import _kernel
 
     q = np.ones((1, 2, 4), np.float32)
-    rest = (q, q, q, 0.5, None, 0, None, -9, 9, 0.0, None, np.empty_like(q), None, None)
+    rest = (q, q, q, 0.5, None, 0, None, -9, 9, 0.0, None, 0.0, 0, np.empty_like(q), None, None)
     for code in (-1, 4):
         with pytest.raises(ValueError, match="dtype"):
             _kernel.forward(native, 1, code, *rest)
     with pytest.raises(ValueError, match="mask"):
-        _kernel.forward(native, 1, 2, q, q, q, 0.5, None, 6, None, -9, 9, 0.0, None, np.empty_like(q), None, None)
+        _kernel.forward(
+            native, 1, 2, q, q, q, 0.5, None, 6, None, -9, 9, 0.0, None, 0.0, 0, np.empty_like(q), None, None
+        )

@@ -104,10 +104,10 @@ class Call(NamedTuple):
         scale: broadcasts to `[..., H, L]`; None: `factor` is the scale.
         mask: boolean or additive, broadcasts to `[..., H, L, S]`.
         sinks: `[H]`; tensors may have batch axes in front.
-        seed: draws the dropout; a tensor.
+        seed: draws the dropout; an integer, or a tensor.
         factor: the scale where it is one number.
         softcap: 0 is none.
-        dropout: the probability that a weight is dropped; tensors only.
+        dropout: the probability that a weight is dropped.
         band: the visible range.
         policy: prepares q and k before the product, where it has to; arrays only, tensors come prepared.
     """

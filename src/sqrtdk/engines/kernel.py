@@ -34,6 +34,8 @@ class Problem(NamedTuple):
     last: int
     softcap: float
     sinks: Any
+    dropout: float
+    seed: int
 
 
 class Kernel:
@@ -133,6 +135,8 @@ def _as_problem(call: Call) -> Problem:
         band.last,
         call.softcap,
         call.sinks,
+        call.dropout,
+        0 if call.seed is None else int(call.seed),
     )
 
 

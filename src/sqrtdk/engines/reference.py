@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from sqrtdk.backends import Plan
 from sqrtdk.call import Backward, Call, Forward, Slopes, Wanted, as_truth
+from sqrtdk.draws import draw_kept, growth_of_kept
 from sqrtdk.engines.describe import describe
 from sqrtdk.errors import InvalidTypeError, InvalidValueError
 from sqrtdk.statistics import ROW_FIELDS, AttentionStatistics
@@ -113,6 +114,8 @@ class Rows:
         bias: `[..., L, S]` added to the (capped) scores, or None.
         softcap: logits become cap·tanh(scores/cap), or None.
         sink: `[..., 1, 1]`, one more logit in the denominator, or None.
+        kept: boolean `[..., L, S]`: which weights dropout keeps, or None.
+        growth: the factor by which they grow.
     """
 
     q: Array
@@ -123,6 +126,8 @@ class Rows:
     bias: Array | None = None
     softcap: float | None = None
     sink: Array | None = None
+    kept: Array | None = None
+    growth: float = 1.0
 
 
 class _Softmax(NamedTuple):
@@ -175,6 +180,11 @@ def _weigh(weights: Array, values: Array, visible: Array) -> Array:
     return np.asarray(result)
 
 
+def _drop(weights: Array, rows: Rows) -> Array:
+    """The weights that dropout keeps, larger by what it drops."""
+    return weights if rows.kept is None else np.where(rows.kept, weights * rows.growth, 0.0)
+
+
 class Attended(NamedTuple):
     """Output `[..., L, V]`, weights `[..., L, S]` and statistics `[..., L]` (None if not asked for) of some rows."""
 
@@ -187,7 +197,7 @@ def attend(rows: Rows, *, statistics: bool = True) -> Attended:
     """softmax(cap(scale·q·kᵀ) + bias)·v over the visible keys, with the statistics of every row."""
     with np.errstate(all="ignore"):
         soft = _compute_softmax(rows)
-        output = _weigh(soft.weights, rows.v, rows.visible)
+        output = _weigh(_drop(soft.weights, rows), rows.v, rows.visible)
         if not statistics:
             return Attended(output, soft.weights, None)
         visible = np.broadcast_to(rows.visible, soft.logits.shape)
@@ -210,13 +220,14 @@ class RowGradients(NamedTuple):
 def differentiate(rows: Rows, grad_output: Array, grad_weights: Array | None = None) -> RowGradients:
     """Gradients of Σ output·grad_output (+ Σ weights·grad_weights) with respect to q, k, v, scales, sinks and logits.
 
-    With P the weights (sink in the denominator), dP = grad_output·vᵀ + grad_weights and δ = Σ P∘dP:
+    With P the weights (sink in the denominator), dP = drop(grad_output·vᵀ) + grad_weights and δ = Σ P∘dP:
     dlogit = P∘(dP − δ), dscore = dlogit·(1 − tanh²), ∂scale of a row = Σ dscore·(q·k), ∂sink = −p_sink·δ.
     """
     with np.errstate(all="ignore"):
         soft = _compute_softmax(rows)
         visible = np.broadcast_to(rows.visible, soft.logits.shape)
-        grad_soft = grad_output @ np.swapaxes(rows.v, -1, -2) + (0.0 if grad_weights is None else grad_weights)
+        grad_soft = _drop(grad_output @ np.swapaxes(rows.v, -1, -2), rows)
+        grad_soft = grad_soft + (0.0 if grad_weights is None else grad_weights)
         grad_soft = np.where(visible, grad_soft, 0.0)
         delta = (soft.weights * grad_soft).sum(axis=-1, keepdims=True)
         grad_scores = grad_logits = np.where(visible, soft.weights * (grad_soft - delta), 0.0)
@@ -232,7 +243,7 @@ def differentiate(rows: Rows, grad_output: Array, grad_weights: Array | None = N
         return RowGradients(
             query=_weigh(grad_products, rows.k, visible),
             key=_weigh(np.swapaxes(grad_products, -1, -2), rows.q, seen_by),
-            value=_weigh(np.swapaxes(soft.weights, -1, -2), grad_output, seen_by),
+            value=_weigh(np.swapaxes(_drop(soft.weights, rows), -1, -2), grad_output, seen_by),
             scale=np.where(visible, grad_scores * soft.products, 0.0).sum(axis=-1),
             sink=np.where(visible.any(axis=-1), grad_sink, 0.0),
             logits=grad_logits,
@@ -295,7 +306,14 @@ class Tiles:
             bias=bias,
             softcap=call.softcap or None,
             sink=None if call.sinks is None else call.sinks.reshape(self.shape[1:3])[None, g, :, None, None],
+            kept=self._draw_kept(tile) if call.dropout else None,
+            growth=growth_of_kept(call.dropout),
         )
+
+    def _draw_kept(self, tile: Tile) -> Array:
+        rows = np.arange(math.prod(self.shape)).reshape(self.shape)[tile]
+        kept: Array = draw_kept(self.call.dropout, int(self.call.seed), rows[..., None], np.arange(self.call.keys))
+        return kept
 
     def _visibility(self, tile: Tile) -> tuple[Array, Array | None]:
         """Which keys each row of a tile sees, broadcastable to `[n, g, R, l, S]`, and what is added to the scores."""
@@ -325,8 +343,6 @@ class Reference:
 
     def takes(self, call: Call, wanted: Wanted | Slopes, plan: Plan) -> str | None:
         """Everything that arrays can ask for."""
-        if call.dropout:
-            return "dropout is drawn by torch"
         return "its operations are not torch's" if wanted.derivatives else None
 
     def forward(self, call: Call, wanted: Wanted, plan: Plan) -> Forward:

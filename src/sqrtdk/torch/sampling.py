@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sqrtdk.draws import mix
 from sqrtdk.errors import InvalidTypeError, InvalidValueError
 
 _WORD = 0xFFFFFFFF  # 32 bits kept in an int64: a product with a multiplier below 2³¹ never overflows
@@ -49,14 +50,6 @@ def check_sample(count: int, seed: int) -> None:
 def _hash(counter: Tensor, seed: int) -> Tensor:
     """A 32-bit word per counter, keyed by the seed: a counter-based generator (Salmon et al. 2011) of two rounds."""
     seeds = torch.full_like(counter, seed)
-    key = _mix((seeds & _WORD) ^ _mix((seeds >> 32) + 1))
-    return _mix(_mix((counter * 0x1E3779B9 + key) & _WORD) ^ key)
-
-
-def _mix(word: Tensor) -> Tensor:
-    """A permutation of the 32-bit words in which every bit moves every other (Mueller, Wellons: hash prospector)."""
-    word = word ^ (word >> 16)
-    word = (word * 0x21F0AAAD) & _WORD
-    word = word ^ (word >> 15)
-    word = (word * 0x735A2D97) & _WORD
-    return word ^ (word >> 15)
+    key = mix((seeds & _WORD) ^ mix((seeds >> 32) + 1))
+    words: Tensor = mix(mix((counter * 0x1E3779B9 + key) & _WORD) ^ key)
+    return words

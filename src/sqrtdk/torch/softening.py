@@ -104,7 +104,7 @@ def drop(weights: Tensor, block: Block) -> Tensor:
     """The weights that dropout keeps, larger by what it drops."""
     if block.keep is None:
         return weights
-    return torch.where(block.keep, weights / block.kept_share if block.kept_share else weights, 0.0)
+    return torch.where(block.keep, weights * block.growth, 0.0)
 
 
 def describe_block(block: Block, soft: Softmax, first_key: int) -> list[Tensor]:

@@ -7,6 +7,7 @@ D = dₖ, V = dᵥ; small letters count what a tile has of them. Logits of a til
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sqrtdk.call import Call, as_truth
+from sqrtdk.draws import draw_kept, growth_of_kept
 
 # Logits held at once, in elements: 2 MiB of float32 per temporary, whatever the sequence length.
 BLOCK_ELEMENTS = 2**19
@@ -38,7 +40,10 @@ def _block_elements(call: Call) -> int:
 
 @dataclass(eq=False)
 class Entries:
-    """A call of rank 4: `[N, H, L, ·]`, scale `[N, H, L]`, mask `[N, H, L, S]`, sinks `[N, H]`, all views."""
+    """A call of rank 4: `[N, H, L, ·]`, scale `[N, H, L]`, mask `[N, H, L, S]`, sinks `[N, H]`, all views.
+
+    `at` is where it lies in the outer leading axes of a call of higher rank, `first_row` the number of its first row.
+    """
 
     call: Call
     q: Tensor
@@ -48,6 +53,7 @@ class Entries:
     mask: Tensor | None
     sinks: Tensor | None
     at: tuple[int, ...]
+    first_row: int = 0
 
     @property
     def shared(self) -> int:
@@ -67,7 +73,7 @@ def cut_entries(call: Call) -> Iterator[Entries]:
     mask = None if call.mask is None else call.mask.expand(call.logits_shape)
     sinks = None if call.sinks is None else call.sinks.expand(call.heads_shape)
     outer = rows[:-3]
-    for at in itertools.product(*map(range, outer)):
+    for number, at in enumerate(itertools.product(*map(range, outer))):
         yield Entries(
             call,
             as_rank(call.query[at], 4),
@@ -77,6 +83,7 @@ def cut_entries(call: Call) -> Iterator[Entries]:
             None if mask is None else as_rank(mask[at], 4),
             None if sinks is None else as_rank(sinks[at], 2),
             at,
+            number * math.prod(rows[-3:]),
         )
 
 
@@ -86,16 +93,15 @@ def as_rank(x: Tensor, rank: int) -> Tensor:
 
 
 class Tile(NamedTuple):
-    """Batch entries n, key/value heads g, queries i and the keys j that any of them may see; its number in the call."""
+    """Batch entries n, key/value heads g, queries i and the keys j that any of them may see."""
 
     n: slice
     g: slice
     i: slice
     j: slice
-    number: int
 
 
-def cut_tiles(entries: Entries, first_number: int) -> Iterator[Tile]:
+def cut_tiles(entries: Entries) -> Iterator[Tile]:
     """Tiles of about BLOCK_ELEMENTS logits each, whole batch entries and heads as long as they fit."""
     batch, _, queries = entries.q.shape[:3]
     groups, keys = entries.k.shape[1:3]
@@ -108,14 +114,13 @@ def cut_tiles(entries: Entries, first_number: int) -> Iterator[Tile]:
     corners = itertools.product(
         range(0, batch, batch_at_once), range(0, groups, groups_at_once), range(0, queries, rows_at_once)
     )
-    for number, (n, g, i) in enumerate(corners, first_number):
+    for n, g, i in corners:
         rows = slice(i, min(i + rows_at_once, queries))
         yield Tile(
             slice(n, min(n + batch_at_once, batch)),
             slice(g, min(g + groups_at_once, groups)),
             rows,
             entries.call.band.keys_of(rows, keys),
-            number,
         )
 
 
@@ -135,7 +140,7 @@ class Block:
     softcap: float
     sink: Tensor | None
     keep: Tensor | None
-    kept_share: float
+    growth: float
     may_be_traced: bool = False
 
 
@@ -148,7 +153,7 @@ def by_group(x: Tensor, shared: int) -> Tensor:
 def cut_block(entries: Entries, tile: Tile, dtype: torch.dtype) -> Block:
     """The numbers of a tile in the given precision."""
     call, shared = entries.call, entries.shared
-    n, g, i, j, _ = tile
+    n, g, i, j = tile
     h = slice(g.start * shared, g.stop * shared)
     visible, bias = _visibility(entries, tile, h, dtype)
     scale: Tensor | float = call.factor
@@ -157,7 +162,7 @@ def cut_block(entries: Entries, tile: Tile, dtype: torch.dtype) -> Block:
     sink = None
     if entries.sinks is not None:
         sink = by_group(entries.sinks[n, h].to(dtype), shared)[..., None, None]
-    block = Block(
+    return Block(
         q=by_group(entries.q[n, h, i].to(dtype), shared),
         k=entries.k[n, g, j].to(dtype),
         v=entries.v[n, g, j].to(dtype),
@@ -166,22 +171,24 @@ def cut_block(entries: Entries, tile: Tile, dtype: torch.dtype) -> Block:
         bias=bias,
         softcap=call.softcap,
         sink=sink,
-        keep=None,
-        kept_share=1.0 - call.dropout,
+        keep=_draw_kept(entries, tile, h) if call.dropout else None,
+        growth=growth_of_kept(call.dropout),
     )
-    if call.dropout > 0.0:
-        block.keep = _draw_kept(call, tile, (*block.q.shape[:-1], j.stop - j.start))
-    return block
 
 
-def _draw_kept(call: Call, tile: Tile, shape: tuple[int, ...]) -> Tensor:
-    """Which weights of a tile dropout keeps: the same for forward and backward, as the seed and the tile decide."""
+def _draw_kept(entries: Entries, tile: Tile, h: slice) -> Tensor:
+    """Which weights of a tile dropout keeps: the same for forward and backward, and however the call is cut."""
+    call, device = entries.call, entries.q.device
     assert call.seed is not None
-    generator = torch.Generator(call.query.device)
-    generator.manual_seed((int(call.seed) + tile.number) % 2**63)
-    # The dtype is named: the process's default may be another by the time of the backward pass.
-    drawn = torch.rand(shape, generator=generator, device=call.query.device, dtype=torch.float32)
-    return drawn >= call.dropout
+    _, heads, queries = entries.q.shape[:3]
+
+    def count(part: slice) -> Tensor:
+        return torch.arange(part.start, part.stop, device=device)
+
+    of_heads = count(tile.n)[:, None] * heads + count(h)
+    rows = entries.first_row + of_heads[:, :, None] * queries + count(tile.i)
+    kept: Tensor = draw_kept(call.dropout, call.seed, by_group(rows, entries.shared)[..., None], count(tile.j))
+    return kept
 
 
 def _visibility(entries: Entries, tile: Tile, h: slice, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:

@@ -55,7 +55,7 @@ class Blocks:
     def backward(self, call: Call, slopes: Slopes, done: Forward, plan: Plan) -> Backward:
         """The gradients, each tile's softmax computed anew: no more is held at once than a tile's logits.
 
-        With P the weights (sink in the denominator), dP = grad_output·vᵀ + grad_weights and δ = Σ P∘dP:
+        With P the weights (sink in the denominator), dP = drop(grad_output·vᵀ) + grad_weights and δ = Σ P∘dP:
         dlogit = P∘(dP − δ), dscore = dlogit·(1 − tanh²), ∂scale of a row = Σ dscore·(q·k), ∂sink = −p_sink·δ.
         """
         # The gradient mode may be on where a transform calls: the blocks are written in place.
@@ -72,7 +72,6 @@ def _attend(call: Call, wanted: Wanted) -> Forward:
     measures = query.new_zeros((11, *rows), dtype=wide_dtype(query.device)) if wanted.statistics else None
     counts = query.new_zeros((2, *rows), dtype=torch.int64) if wanted.statistics else None
     weights = query.new_zeros((*rows, call.key.shape[-2])) if wanted.weights else None
-    number = 0
     for entries in cut_entries(call):
         at, shared = entries.at, entries.shared
         to_output = as_rank(output[at], 4)
@@ -80,9 +79,8 @@ def _attend(call: Call, wanted: Wanted) -> Forward:
         to_fields = []
         if counts is not None and measures is not None:
             to_fields = [as_rank(field[at], 3) for field in (*counts, *measures)]
-        for tile in cut_tiles(entries, number):
-            number = tile.number + 1
-            n, g, i, j, _ = tile
+        for tile in cut_tiles(entries):
+            n, g, i, j = tile
             h = slice(g.start * shared, g.stop * shared)
             for part, (block, soft) in enumerate(_soften(entries, tile, every_score=wanted.statistics)):
                 visible = visible_like(block, soft.logits.shape)
@@ -158,16 +156,14 @@ def _differentiate(call: Call, slopes: Slopes) -> Backward:
     to_scale = query.new_zeros(rows, dtype=wide) if slopes.scale else None
     to_sinks = query.new_zeros(rows, dtype=wide) if call.sinks is not None else None
     to_mask = query.new_zeros(call.mask.shape, dtype=sums) if slopes.mask else None
-    number = 0
     for entries in cut_entries(call):
         at, shared = entries.at, entries.shared
         at_query, at_key, at_value = (as_rank(x[at], 4) for x in (to_query, to_key, to_value))
         at_scale, at_sinks = (None if x is None else as_rank(x[at], 3) for x in (to_scale, to_sinks))
         given = as_rank(slopes.output[at], 4)
         given_weights = None if slopes.weights is None else as_rank(slopes.weights[at], 4)
-        for tile in cut_tiles(entries, number):
-            number = tile.number + 1
-            n, g, i, j, _ = tile
+        for tile in cut_tiles(entries):
+            n, g, i, j = tile
             h = slice(g.start * shared, g.stop * shared)
             slope = by_group(given[n, h, i], shared)
             also = None if given_weights is None else by_group(given_weights[n, h, i, j], shared)

@@ -39,12 +39,10 @@ class TensorKernel:
     name = "kernel"
 
     def takes(self, call: Call, wanted: Wanted | Slopes, plan: Plan) -> str | None:
-        """Tensors that lie in memory, without dropout; gradients but those of a mask, and from the output alone."""
+        """Tensors that lie in memory; gradients but those of a mask, and from the output alone."""
         query = call.query
         if not query.is_cpu:
             return f"tensors are on {query.device}"
-        if call.dropout:
-            return "it has no dropout"
         if wanted.derivatives:
             return "its operations are not torch's"
         if type(wanted) is Slopes and (wanted.weights is not None or wanted.mask):
@@ -207,6 +205,8 @@ class TensorKernel:
                 last,
                 0.0,
                 None,
+                0.0,
+                0,
                 (output.data_ptr(), item, shape, output.stride()),
                 None if measures is None else _view(measures),
                 None if counts is None else _view(counts),
@@ -248,6 +248,8 @@ def _as_problem(call: Call) -> Problem:
         band.last,
         call.softcap,
         None if call.sinks is None else _view(call.sinks),
+        call.dropout,
+        0 if call.seed is None else int(call.seed),
     )
 
 

@@ -1,0 +1,67 @@
+"""Random words that are functions of counters, the same from NumPy, torch and the kernel: what dropout keeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# 32 bits kept in an int64: a product with a multiplier below 2³¹ never overflows.
+_WORD = 0xFFFFFFFF
+_FIRST_MULTIPLIER, _SECOND_MULTIPLIER = 0x21F0AAAD, 0x735A2D97
+_KEY_STEP = 0x1E3779B9
+
+
+def mix(word: Any) -> Any:
+    """A permutation of the 32-bit words in which every bit moves every other (Mueller, Wellons: hash prospector)."""
+    word = word ^ (word >> 16)
+    word = (word * _FIRST_MULTIPLIER) & _WORD
+    word = word ^ (word >> 15)
+    word = (word * _SECOND_MULTIPLIER) & _WORD
+    return word ^ (word >> 15)
+
+
+def draw(seed: Any, rows: Any, keys: Any) -> Any:
+    """A 32-bit word for each weight: those of one row, and those of one key, are independent as far as tests can tell.
+
+    Nothing is carried from word to word, so that any part of them can be drawn alone, in any order: the backward pass
+    draws what the forward pass drew. `kernel/dropout.h` has the same in C++.
+
+    Args:
+        seed: an integer, or an int64 array or tensor of one element.
+        rows: int64 `[..., 1]`, the numbers of the rows in the call: batch entry, head and query counted through.
+        keys: int64 `[s]`, the numbers of the keys.
+
+    Returns:
+        int64 `[..., s]`, from 0 to 2³² − 1.
+
+    >>> import numpy as np
+    >>> draw(7, np.arange(2)[:, None], np.arange(3)).tolist()
+    [[56850723, 2249137244, 1679141780], [2752210711, 4200255357, 1705087053]]
+    """
+    low, high = seed & _WORD, (seed >> 32) & _WORD
+    key, other_key = mix(low ^ mix((high + 1) & _WORD)), mix(high ^ mix((low + 1) & _WORD))
+    start = mix((rows & _WORD) ^ mix(((rows >> 32) & _WORD) ^ key))
+    twist = mix((start + other_key) & _WORD)
+    word = (start + (keys & _WORD) * _KEY_STEP) & _WORD
+    word = word ^ (word >> 16)
+    word = (word * _FIRST_MULTIPLIER) & _WORD
+    word = word ^ (word >> 15) ^ twist
+    return (word * _SECOND_MULTIPLIER) & _WORD
+
+
+def draw_kept(probability: float, seed: Any, rows: Any, keys: Any) -> Any:
+    """Which weights dropout keeps, boolean `[..., s]`: those whose word is at least probability·2³².
+
+    >>> import numpy as np
+    >>> draw_kept(0.4, 7, np.arange(2)[:, None], np.arange(3)).tolist()
+    [[False, True, False], [True, True, False]]
+    """
+    return draw(seed, rows, keys) >= min(int(probability * 2**32), _WORD)
+
+
+def growth_of_kept(probability: float) -> float:
+    """The factor by which what is kept grows, 1/(1 − p); 0 for p = 1, where nothing is left to grow.
+
+    >>> growth_of_kept(0.2), growth_of_kept(1.0)
+    (1.25, 0.0)
+    """
+    return 1.0 / (1.0 - probability) if probability < 1.0 else 0.0

@@ -1,0 +1,108 @@
+"""The words that dropout draws: the same from NumPy and torch as written down, and as good as independent."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from sqrtdk.draws import draw, draw_kept, growth_of_kept
+
+SEEDS = [0, 1, 7, 2**62 - 1]
+MANY = np.arange(2000)
+
+
+def draw_by_definition(seed, row, key):
+    """One word, by integers without any limit."""
+
+    def mix(x):
+        x ^= x >> 16
+        x = x * 0x21F0AAAD % 2**32
+        x ^= x >> 15
+        x = x * 0x735A2D97 % 2**32
+        return x ^ x >> 15
+
+    low, high = seed % 2**32, seed >> 32
+    first, second = mix(low ^ mix((high + 1) % 2**32)), mix(high ^ mix((low + 1) % 2**32))
+    start = mix(row % 2**32 ^ mix((row >> 32) ^ first))
+    twist = mix((start + second) % 2**32)
+    x = (start + key * 0x1E3779B9) % 2**32
+    x ^= x >> 16
+    x = x * 0x21F0AAAD % 2**32
+    x ^= (x >> 15) ^ twist
+    return x * 0x735A2D97 % 2**32
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**31, 2**32 - 1, 2**32, 2**62 - 1, 2**63 - 1])
+def test_words_are_the_same_however_they_are_drawn(seed):
+    rows = [0, 1, 2, 63, 2**31, 2**32 - 1, 2**32, 2**40 + 5]
+    keys = [0, 1, 2, 127, 128, 2**31 - 1, 2**32 - 1, 2**32]
+    expected = [[draw_by_definition(seed, row, key % 2**32) for key in keys] for row in rows]
+    assert draw(seed, np.array(rows)[:, None], np.array(keys)).tolist() == expected
+    for given in (seed, torch.tensor(seed)):
+        assert draw(given, torch.tensor(rows)[:, None], torch.tensor(keys)).tolist() == expected
+
+
+@pytest.mark.parametrize("p", [0.0, 2.0**-40, 0.1, 0.5, 1.0 - 2.0**-53, 1.0])
+def test_what_is_kept_has_words_of_at_least_the_probability(p):
+    words = draw(3, MANY[:, None], MANY[:300])
+    kept = draw_kept(p, 3, MANY[:, None], MANY[:300])
+    assert np.array_equal(kept, words >= min(math.floor(p * 2**32), 2**32 - 1))
+    assert kept.all() == (p < 1e-9)
+    assert growth_of_kept(p) == (0.0 if p == 1.0 else 1.0 / (1.0 - p))
+
+
+def spread(sums, terms):
+    """How many deviations Σz² of independent standardised sums lies from its mean; each is a sum of `terms` ±."""
+    z = np.asarray(sums) / math.sqrt(terms)
+    return (np.square(z).sum() - z.size) / math.sqrt(2 * z.size)
+
+
+# A true independence exceeds 5 deviations once in 1.7 million comparisons; there are 300 here.
+FAR = 5.0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_neighbours_are_independent(seed, p):
+    def standardised(seed):
+        dropped = ~draw_kept(p, seed, MANY[:, None], MANY)
+        return (dropped - p) / math.sqrt(p * (1 - p))
+
+    x = standardised(seed)
+    n = len(MANY)
+    far = {
+        "all": x.sum() / n,
+        "rows": spread(x.sum(1), n),
+        "keys": spread(x.sum(0), n),
+        "squares of neighbours": (x[1:, 1:] * x[1:, :-1] * x[:-1, 1:] * x[:-1, :-1]).sum() / (n - 1),
+    }
+    for apart in (1, 2, 4, 16, 64):
+        rows, keys = x[apart:] * x[:-apart], x[:, apart:] * x[:, :-apart]
+        far[f"rows {apart} apart"] = spread(rows.sum(1), n)
+        far[f"rows {apart} apart, all"] = rows.sum() / math.sqrt(rows.size)
+        far[f"keys {apart} apart"] = spread(keys.sum(0), n)
+        far[f"keys {apart} apart, all"] = keys.sum() / math.sqrt(keys.size)
+    for step in (1, 2**32):
+        both = x * standardised((seed + step) % 2**63)
+        far[f"seeds {step} apart, rows"] = spread(both.sum(1), n)
+        far[f"seeds {step} apart, keys"] = spread(both.sum(0), n)
+        far[f"seeds {step} apart, all"] = both.sum() / n
+    assert {name: value for name, value in far.items() if abs(value) > FAR} == {}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_two_rows_and_no_two_keys_of_a_call_are_alike(seed):
+    """Of 500 thousand pairs of independent rows of 1000 words none lies 6.5 deviations from a half."""
+    signs = np.where(draw_kept(0.5, seed, MANY[:1000, None], MANY[:1000]), 1.0, -1.0)
+    for x in (signs, signs.T):
+        products = x @ x.T / math.sqrt(1000)
+        np.fill_diagonal(products, 0.0)
+        assert np.abs(products).max() < 6.5
+
+
+def test_words_are_uniform():
+    words = draw(5, MANY[:, None], MANY)
+    counts = np.bincount((words >> 24).ravel(), minlength=256)
+    expected = words.size / 256
+    assert abs((np.square(counts - expected) / expected).sum() - 255) < FAR * math.sqrt(2 * 255)
