@@ -72,6 +72,7 @@ const char* compare(const Passes& passes) {
     const double unit = call.dtype == Dtype::float64 ? 2.3e-16 : 1.2e-7;
     const double rounding = call.dtype == Dtype::float16 ? 1e-3 : call.dtype == Dtype::bfloat16 ? 8e-3 : unit;
     const double allowed = 300.0 * unit + 8.0 * rounding;
+    const double growth = naive::growth(call.dropout);
     int64_t row_at = 0;
     for (int64_t n = 0; n < call.batch; ++n)
         for (int64_t g = 0; g < call.groups; ++g) {
@@ -92,6 +93,7 @@ const char* compare(const Passes& passes) {
                             grad_weights[j] +=
                                 grad(c) * at(call, call.v.data,
                                              n * call.v.n + g * call.v.g + row.keys[j] * call.v.s + c * call.v.d);
+                        grad_weights[j] *= naive::keeps(call, n, g, r, i, row.keys[j]) * growth;
                         delta += row.weights[j] * grad_weights[j];
                         largest = std::fmax(largest, std::fabs(grad_weights[j]) * (1.0 + std::fabs(row.scores[j])));
                     }
@@ -118,7 +120,7 @@ const char* compare(const Passes& passes) {
                             key[size_t(to * call.d_k + d)] += of_scale * slope * q;
                         }
                         for (int64_t c = 0; c < call.d_v; ++c)
-                            value[size_t(to * call.d_v + c)] += row.weights[seen] * grad(c);
+                            value[size_t(to * call.d_v + c)] += row.kept[seen] * grad(c);
                         ++seen;
                     }
                     for (int64_t d = 0; d < call.d_k; ++d)
@@ -132,9 +134,9 @@ const char* compare(const Passes& passes) {
         }
     const double heads = std::sqrt(double(call.shared * call.queries)) + 4.0;
     for (size_t i = 0; i < key.size(); ++i)
-        if (!close(at(call, passes.key.get(), int64_t(i)), key[i], heads * 4.0 * allowed)) return "key";
+        if (!close(at(call, passes.key.get(), int64_t(i)), key[i], heads * growth * 4.0 * allowed)) return "key";
     for (size_t i = 0; i < value.size(); ++i)
-        if (!close(at(call, passes.value.get(), int64_t(i)), value[i], heads * allowed)) return "value";
+        if (!close(at(call, passes.value.get(), int64_t(i)), value[i], heads * growth * allowed)) return "value";
     return nullptr;
 }
 

@@ -109,6 +109,7 @@ class RowComparison {
         const double denormal = call_.dtype == Dtype::float16    ? 0x1p-24
                                 : call_.dtype == Dtype::bfloat16 ? 0x1p-133
                                                                  : working_.denormal;
+        const double growth = std::fmax(1.0, naive::growth(call_.dropout));
         const std::vector<double> values = naive::weigh(call_, head_, row_);
         for (int64_t c = 0; c < call_.d_v; ++c) {
             const double output = naive::load(call_.dtype, results.output.data(), at * call_.d_v + c);
@@ -117,16 +118,16 @@ class RowComparison {
             for (size_t j = 0; j < row_.keys.size(); ++j) {
                 const double value = std::fabs(head_.values[size_t(row_.keys[j] * call_.d_v + c)]);
                 if (!std::isfinite(value)) continue;
-                reach += static_cast<long double>(row_.weights[j]) * value;
+                reach += static_cast<long double>(row_.kept[j]) * value;
                 size = std::fmax(size, value);
             }
             if (std::isfinite(expected) && std::fabs(expected) > 0.999 * largest)
                 continue;  // rounds to infinity or not
-            const double floor = keys * (working_.normal * size + working_.denormal) + denormal;
+            const double floor = growth * keys * (working_.normal * size + working_.denormal) + denormal;
             double tolerance = double(reach) * (4.0 * logits_ + 2.0 * sums() + sink_error_);
-            if (in_pairs_) tolerance += 1.01 * 0x1p-8 * double(reach) + keys * working_.normal;
+            if (in_pairs_) tolerance += 1.01 * 0x1p-8 * double(reach) + growth * keys * working_.normal;
             tolerance += rounding * std::fabs(expected) + floor;
-            if (is_guess()) tolerance = 2.001 * size + denormal;
+            if (is_guess()) tolerance = 2.001 * growth * size + denormal;
             if (!close(output, expected, tolerance)) return {"output", at, output, expected, tolerance};
         }
         return {};

@@ -62,6 +62,7 @@ Forward cut_batch(const Forward& call, int64_t n, int64_t mask_bytes) {
         return static_cast<const char*>(data) + n * step * bytes;
     };
     part.batch = 1;
+    part.dropout.first_row += n * call.groups * call.shared * call.queries;
     part.q.data = moved(call.q.data, call.q.n, bytes_of(call.dtype));
     part.k.data = moved(call.k.data, call.k.n, bytes_of(call.dtype));
     part.v.data = moved(call.v.data, call.v.n, bytes_of(call.dtype));

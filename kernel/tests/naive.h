@@ -107,6 +107,7 @@ inline Head read_head(const Problem& call, int64_t n, int64_t g) {
 struct Row {
     std::vector<int64_t> keys;
     std::vector<double> scores, logits, weights;
+    std::vector<double> kept;                           // the weights that dropout leaves, grown
     std::vector<double> biases, magnitudes, key_sizes;  // what rounding is relative to: |scale| sum |q k|, sum |k|
     int64_t max_key = -1;
     double max_logit, logsumexp, entropy, tail_weight, tail_p2, tail_p3;
@@ -150,6 +151,33 @@ inline bool sees(const Problem& call, int64_t n, int64_t g, int64_t r, int64_t i
     }
     *bias = load(Dtype(int(mask.kind) - int(MaskKind::float16)), mask.data, at);
     return *bias != -std::numeric_limits<double>::infinity();
+}
+
+// The word that decides about one weight, in arithmetic modulo 2^32 on wider numbers.
+inline uint64_t draw(uint64_t seed, uint64_t row, uint64_t key) {
+    constexpr uint64_t words = uint64_t(1) << 32;
+    const auto mix = [](uint64_t x) {
+        x = (x ^ x >> 16) * 0x21f0aaad % words;
+        x = (x ^ x >> 15) * 0x735a2d97 % words;
+        return x ^ x >> 15;
+    };
+    const uint64_t low = seed % words, high = seed / words;
+    const uint64_t one = mix(low ^ mix((high + 1) % words)), other = mix(high ^ mix((low + 1) % words));
+    const uint64_t start = mix(row % words ^ mix(row / words ^ one)), twist = mix((start + other) % words);
+    uint64_t x = (start + key * 0x1e3779b9) % words;
+    x = (x ^ x >> 16) * 0x21f0aaad % words;
+    return (x ^ x >> 15 ^ twist) * 0x735a2d97 % words;
+}
+
+// By what a weight that is kept is multiplied.
+inline double growth(const Dropout& dropout) {
+    return dropout.probability == 1.0 ? 0.0 : 1.0 / (1.0 - dropout.probability);
+}
+
+inline bool keeps(const Problem& call, int64_t n, int64_t g, int64_t r, int64_t i, int64_t j) {
+    const int64_t row = ((n * call.groups + g) * call.shared + r) * call.queries + i;
+    const double least = std::fmin(std::floor(std::ldexp(call.dropout.probability, 32)), 4294967295.0);
+    return double(draw(uint64_t(call.dropout.seed), uint64_t(call.dropout.first_row + row), uint64_t(j))) >= least;
 }
 
 inline Row attend(const Problem& call, const Head& head, int64_t n, int64_t g, int64_t r, int64_t i) {
@@ -224,10 +252,13 @@ inline Row attend(const Problem& call, const Head& head, int64_t n, int64_t g, i
         row.sink_weight = double(1.0L / (1.0L + std::exp(static_cast<long double>(row.logsumexp) - sink)));
         divisor += finite ? std::exp(static_cast<long double>(sink) - row.max_logit) : 0.0L;
     }
-    for (double logit : row.logits) {
+    for (size_t j = 0; j < row.logits.size(); ++j) {
+        const double logit = row.logits[j];
         const long double e =
             finite && std::isfinite(logit) ? std::exp(static_cast<long double>(logit) - row.max_logit) : 0.0L;
         row.weights.push_back(double(e / divisor) + poison);
+        const bool kept = keeps(call, n, g, r, i, row.keys[j]);
+        row.kept.push_back(kept ? row.weights[j] * growth(call.dropout) : 0.0);
     }
     return row;
 }
@@ -237,7 +268,7 @@ inline std::vector<double> weigh(const Forward& call, const Head& head, const Ro
     for (int64_t c = 0; c < call.d_v; ++c) {
         long double sum = 0.0L;
         for (size_t j = 0; j < row.keys.size(); ++j) {
-            sum += static_cast<long double>(row.weights[j]) * head.values[size_t(row.keys[j] * call.d_v + c)];
+            sum += static_cast<long double>(row.kept[j]) * head.values[size_t(row.keys[j] * call.d_v + c)];
         }
         sums.push_back(double(sum));
     }

@@ -110,6 +110,7 @@ struct Case {
         }
         if (chance(random, 0.5)) make_mask(random);
         if (chance(random, 0.3)) poison_hidden_keys(random);
+        if (chance(random, 0.3)) call.dropout = {chance(random, 0.5) ? 0.1 : 0.5, int64_t(random() >> 1), 0};
     }
 
     void make_mask(Random& random) {
@@ -162,8 +163,8 @@ inline void print(const Case& test) {
     std::printf("  dtype %d, batch %ld, groups %ld, shared %ld, queries %ld, keys %ld, d_k %ld, d_v %ld",
                 int(call.dtype), long(call.batch), long(call.groups), long(call.shared), long(call.queries),
                 long(call.keys), long(call.d_k), long(call.d_v));
-    std::printf(", mask %d, first %ld, last %ld, softcap %g, sinks %d\n", int(call.mask.kind), long(call.first),
-                long(call.last), call.softcap, call.sinks != nullptr);
+    std::printf(", mask %d, first %ld, last %ld, softcap %g, sinks %d, dropout %g\n", int(call.mask.kind),
+                long(call.first), long(call.last), call.softcap, call.sinks != nullptr, call.dropout.probability);
 }
 
 }  // namespace sqrtdk

@@ -137,6 +137,10 @@ struct Case {
         }
         if (chance(random, 0.5)) make_mask(random);
         if (chance(random, 0.2)) plant(random);
+        if (chance(random, 0.3)) {
+            call.dropout = {pick_number(random, {0.1, 0.1, 0.5, 0.9, 0.99, 1e-12, 1.0}), int64_t(random() >> 1),
+                            pick(random, {0, 0, 5, (int64_t(1) << 32) - 3, int64_t(1) << 40})};
+        }
         connect();
     }
 
@@ -170,9 +174,9 @@ struct Case {
         std::printf("  dtype %d, batch %ld, groups %ld, shared %ld, queries %ld, keys %ld, d_k %ld, d_v %ld, exact %d",
                     int(call.dtype), long(call.batch), long(call.groups), long(call.shared), long(call.queries),
                     long(call.keys), long(call.d_k), long(call.d_v), exact);
-        std::printf(", scale %g, mask %d, first %ld, last %ld, softcap %g, sink %g, threads %d\n", call.scale.data[0],
-                    int(call.mask.kind), long(call.first), long(call.last), call.softcap,
-                    sinks.empty() ? NAN : sinks[0], call.threads);
+        std::printf(", scale %g, mask %d, first %ld, last %ld, softcap %g, sink %g, dropout %g, threads %d\n",
+                    call.scale.data[0], int(call.mask.kind), long(call.first), long(call.last), call.softcap,
+                    sinks.empty() ? NAN : sinks[0], call.dropout.probability, call.threads);
     }
 
   private:
