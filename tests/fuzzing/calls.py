@@ -100,14 +100,23 @@ def _run_tensors(case: Case) -> dict[str, np.ndarray]:
         leaves |= {f"parameter {name}": x for name, x in options["scale"].named_parameters()} if backward else {}
     elif isinstance(case.scale, np.ndarray):
         options["scale"] = leaf("scale", case.scale)
+    torch.manual_seed(case.index)
     if case.front == "drop-in":
         output = sqrtdk.torch.scaled_dot_product_attention(
-            q, k, v, options["mask"], is_causal=case.causal, scale=case.scale, enable_gqa=case.heads != _groups(case)
+            q,
+            k,
+            v,
+            options["mask"],
+            case.dropout,
+            case.causal,
+            scale=case.scale,
+            enable_gqa=case.heads != _groups(case),
         )
         results = {"output": to_array(output)}
         attended, weights = output, None
     else:
-        result = sqrtdk.torch.attention(q, k, v, **options, statistics=case.statistics, weights=case.weights)
+        wanted = {"statistics": case.statistics, "weights": case.weights}
+        result = sqrtdk.torch.attention(q, k, v, **options, **wanted, dropout=case.dropout)
         results = _collect(result, to_array)
         attended, weights = result.output, result.weights
     if leaves:

@@ -41,6 +41,7 @@ class Case:
     window: tuple[int | None, int | None] | None = None
     softcap: float | None = None
     sinks: np.ndarray | None = None
+    dropout: float = 0.0
     statistics: bool = True
     weights: bool = True
     cotangents: dict[str, np.ndarray] = field(default_factory=dict)
@@ -103,9 +104,9 @@ class Case:
             for name, x in (("q", self.q), ("k", self.k), ("v", self.v))
         )
         options = []
-        for name in ("scale", "mask", "causal", "causal_offset", "window", "softcap", "sinks"):
+        for name in ("scale", "mask", "causal", "causal_offset", "window", "softcap", "sinks", "dropout"):
             value = getattr(self, name)
-            if value is None or value is False:
+            if value is None or value is False or (name == "dropout" and not value):
                 continue
             if isinstance(value, np.ndarray):
                 entries = f" {np.array2string(value.astype(float), precision=4)}" if 0 < value.size < 5 else ""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import ml_dtypes
 import numpy as np
+import torch
 
 from .case import DTYPES, Case, Learnable
 
@@ -108,6 +109,12 @@ class Problem:
     normalised: float | None = None
     given: tuple[np.ndarray, np.ndarray] | None = None
     features: dict[str, np.ndarray] = field(default_factory=dict)
+    kept: np.ndarray | None = None
+    growth: Real = field(default_factory=lambda: Real(1))
+
+    def drop(self, x: np.ndarray) -> np.ndarray:
+        """Weights, or what comes back to them, `[N, H, L, S]`, after dropout."""
+        return x if self.kept is None else np.where(self.kept, x * self.growth, 0)
 
 
 def pose(case: Case, rounding: Rounding) -> Problem:
@@ -137,9 +144,33 @@ def pose(case: Case, rounding: Rounding) -> Problem:
         rounding,
         shared,
     )
+    if case.dropout:
+        problem.kept = _draw_kept(case, problem.visible.shape)
+        problem.growth = 1 / (1 - Real(case.dropout)) if case.dropout < 1 else Real(0)
     with np.errstate(all="ignore"):
         _apply_scale(case, problem)
     return problem
+
+
+def _draw_kept(case: Case, shape: tuple[int, ...]) -> np.ndarray:
+    """Which weights are kept: words of 32 bits from the seed that torch's generator gives, the row and the key."""
+    seed = int(torch.randint(2**62, (), generator=torch.Generator().manual_seed(case.index)))
+    words = np.uint64(2**32)
+
+    def mix(x):
+        x = (x ^ x >> np.uint64(16)) * np.uint64(0x21F0AAAD) % words
+        x = (x ^ x >> np.uint64(15)) * np.uint64(0x735A2D97) % words
+        return x ^ x >> np.uint64(15)
+
+    high, low = (np.array([part], np.uint64) for part in divmod(seed, 2**32))
+    one, other = mix(low ^ mix(high + np.uint64(1))), mix(high ^ mix((low + np.uint64(1)) % words))
+    rows = np.arange(math.prod(shape[:-1]), dtype=np.uint64).reshape(*shape[:-1], 1)
+    start = mix(rows ^ mix(one))
+    twist = mix((start + other) % words)
+    x = (start + np.arange(shape[-1], dtype=np.uint64) * np.uint64(0x1E3779B9)) % words
+    x = (x ^ x >> np.uint64(16)) * np.uint64(0x21F0AAAD) % words
+    x = (x ^ x >> np.uint64(15) ^ twist) * np.uint64(0x735A2D97) % words
+    return x >= np.uint64(min(math.floor(case.dropout * 2**32), 2**32 - 1))
 
 
 def _apply_scale(case: Case, problem: Problem) -> None:
@@ -349,12 +380,13 @@ def attend(problem: Problem, soft: Softmax) -> dict[str, Bounded]:
     with np.errstate(all="ignore"):
         finite = np.isfinite(problem.v)
         v = np.where(finite, problem.v, 0)
-        output = soft.weights @ v
-        error = soft.weights_error.clip(max=Real("1e4000")) @ np.abs(v)
+        weights = problem.drop(soft.weights)
+        output = weights @ v
+        error = problem.drop(soft.weights_error.clip(max=Real("1e4000"))) @ np.abs(v)
         relative = rounding.of_sum(v.shape[-2]) + rounding.of_pairs
-        error = error + relative * size_of_products(soft.weights, v.swapaxes(-1, -2))
+        error = error + relative * size_of_products(weights, v.swapaxes(-1, -2))
         # Products of weights and values below the smallest number.
-        error = error + rounding.of_storing(output) + rounding.smallest * v.shape[-2]
+        error = error + rounding.of_storing(output) + max(problem.growth, 1) * rounding.smallest * v.shape[-2]
         error = np.where(soft.undefined[..., None], np.inf, error)
         if not finite.all():
             bad = (~finite).astype(np.float64)

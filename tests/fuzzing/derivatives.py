@@ -37,8 +37,8 @@ def _differentiate(case: Case, problem: Problem, soft: Softmax) -> dict[str, Bou
     # The kernel's backward pass takes scores anew; of few rows in another order than the maximum it starts from.
     is_few = rounding.by_kernel and q.shape[-2] * problem.shared < 8
     p_error = np.where(unknown[..., None], 0, soft.weights_error * (2 if is_few else 1))
-    grad_p = grad @ v.swapaxes(-1, -2)
-    grad_p_error = rounding.of_sum(d_v) * size_of_products(grad, v)
+    grad_p = problem.drop(grad @ v.swapaxes(-1, -2))
+    grad_p_error = problem.drop(rounding.of_sum(d_v) * size_of_products(grad, v))
     if "weights" in case.cotangents:
         given = case.cotangents["weights"].astype(Real).reshape(p.shape)
         grad_p = grad_p + given
@@ -80,10 +80,11 @@ def _differentiate(case: Case, problem: Problem, soft: Softmax) -> dict[str, Bou
     relative = rounding.of_sum(queries * problem.shared) + pairs + problem.scale_error.max(initial=0)
     k_error = size_of_products(et, qt) + relative * size_of_products(st, qt)
     k_error = k_error + smallest * (queries + size.sum(axis=-2)[..., None])
-    to_v = p.swapaxes(-1, -2) @ grad
-    v_error = size_of_products(p_error.swapaxes(-1, -2), gt)
-    v_error = v_error + smallest * queries
-    v_error = v_error + (rounding.of_sum(queries * problem.shared) + pairs) * size_of_products(p.swapaxes(-1, -2), gt)
+    left, left_error = (problem.drop(x).swapaxes(-1, -2) for x in (p, p_error))
+    to_v = left @ grad
+    v_error = size_of_products(left_error, gt)
+    v_error = v_error + max(problem.growth, 1) * smallest * queries
+    v_error = v_error + (rounding.of_sum(queries * problem.shared) + pairs) * size_of_products(left, gt)
     products, reach = np.where(visible, soft.products, 0), np.where(visible, soft.products_size, 0)
     products = np.where(np.isfinite(products), products, 0)
     to_scale = (to_scores * products).sum(axis=-1)

@@ -67,6 +67,8 @@ def draw_case(seed: int, index: int, levels: tuple[str, ...]) -> Case:
     if case.front in ("arrays", "tensors", "drop-in"):
         case.variants = tuple(name for name in VARIANTS if rng.random() < 0.25)
     case.changed_keys = rng.random(case.k.shape[-2]) < 0.3
+    if case.on_tensors and front != "jvp" and rng.random() < 0.3:
+        case.dropout = float(rng.choice([0.1, 0.1, 0.5, 0.9, 1.0]))
     return case
 
 
