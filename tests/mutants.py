@@ -126,9 +126,23 @@ MUTANTS = [
     Mutant(
         "the kernel takes a block for visible whose last key is hidden",
         "kernel/visibility.h",
-        "all = all && lo[i] <= begin && hi[i] >= end - 1;",
-        "all = all && lo[i] <= begin && hi[i] >= end - 2;",
+        "return most_lo <= begin && least_hi >= end - 1;",
+        "return most_lo <= begin && least_hi >= end - 2;",
         ("tests/test_kernel_edges.py",),
+    ),
+    Mutant(
+        "the kernel's gradient of values from weights that were dropped",
+        "kernel/backward_tile.h",
+        "if (drops) drop_out(weights, block.begin, span);",
+        "",
+        ("tests/test_kernel_dropout.py",),
+    ),
+    Mutant(
+        "the kernel draws by the key of a block in place of that of the call",
+        "kernel/few_rows.h",
+        "(n * call.groups + g) * rows + row, begin, count",
+        "(n * call.groups + g) * rows + row, 0, count",
+        ("tests/test_kernel_dropout.py",),
     ),
 ]
 

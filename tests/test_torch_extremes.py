@@ -6,7 +6,10 @@ import torch
 
 import sqrtdk
 from sqrtdk import backends
+from sqrtdk.call import Band, Call, Wanted
+from sqrtdk.statistics import AttentionStatistics
 from sqrtdk.torch import attention
+from sqrtdk.torch.engines.blocks import BLOCKS
 from sqrtdk.torch.nn import QKNorm
 
 
@@ -110,8 +113,9 @@ class TestTiesAndNaN:
     def test_blocks_agree_with_the_reference_on_nan(self):
         q, k, v = (draw(9, 4, seed=seed) for seed in range(3))
         k[3, 0] = torch.nan
-        given = q.requires_grad_()
-        statistics = attention(given, k, v, causal=True, dropout=1e-9).statistics
+        call = Call(q, k, v, factor=0.5, band=Band(last=0))
+        done = BLOCKS.forward(call, Wanted(statistics=True), backends.plan())
+        statistics = AttentionStatistics.from_blocks(done.counts, done.measures)
         with backends.use("reference"):
             expected = sqrtdk.attention(*(np.asarray(x.detach()) for x in (q, k, v)), causal=True).statistics
         np.testing.assert_array_equal(statistics.max_key, expected.max_key)

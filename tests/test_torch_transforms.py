@@ -90,8 +90,7 @@ def test_nested_derivatives_are_those_of_eager(name):
 
 
 @pytest.mark.parametrize("transform", ["grad", "vmap of grad", "grad of vmap", "jacrev"])
-def test_transforms_that_nobody_differentiates_take_dropout_and_blocks(transform):
-    """The way in one piece, for second derivatives, holds every logit and refuses dropout."""
+def test_transforms_drop_what_the_output_dropped(transform):
 
     def drop(q, k, v):
         return attention(q, k, v, dropout=0.5).output

@@ -37,7 +37,7 @@ COUNTS = ("visible_keys", "max_key")
 ON_THE_BEST_AND_THE_REFERENCE = [
     pytest.mark.usefixtures("backend"),
     pytest.mark.parametrize("backend", sorted({RUNNING[0], RUNNING[-1]}), indirect=True, scope="module"),
-    # Some of the calls are dropout's or second derivatives', which torch computes whatever was asked for.
+    # Some of the calls are second derivatives, which torch computes whatever was asked for.
     pytest.mark.filterwarnings("ignore::sqrtdk.errors.FallbackWarning"),
 ]
 

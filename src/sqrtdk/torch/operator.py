@@ -142,7 +142,7 @@ def _map_call(size: int, in_dims: Any, flat: Any) -> tuple[tuple[Any, ...], int,
 
 
 def _map_by_entry(operator: Any, size: int, in_dims: tuple[Any, ...], flat: tuple[Any, ...]) -> tuple[Any, Any]:
-    """One call after the other: what dropout draws hangs on seed and shape of a call, so both must be its own."""
+    """One call after the other: dropout draws by a call's own seed and the numbers of its own rows."""
     results = [
         operator(*(x if axis is None else x.select(axis, at) for x, axis in zip(flat, in_dims, strict=True)))
         for at in range(size)

@@ -11,7 +11,15 @@ from torch import Tensor
 from sqrtdk.backends import Plan
 from sqrtdk.call import Backward, Call, Forward, Slopes, Wanted
 from sqrtdk.torch.internals import without_derivatives
-from sqrtdk.torch.softening import Softmax, compute_softmax, describe_block, differentiate_block, multiply, visible_like
+from sqrtdk.torch.softening import (
+    Softmax,
+    compute_softmax,
+    describe_block,
+    differentiate_block,
+    drop,
+    multiply,
+    visible_like,
+)
 from sqrtdk.torch.tensor_arguments import without_autocast
 from sqrtdk.torch.tiles import Block, Entries, Tile, as_rank, by_group, cut_block, wide_dtype
 
@@ -22,9 +30,7 @@ class Whole:
     name = "whole"
 
     def takes(self, call: Call, wanted: Wanted | Slopes, plan: Plan) -> str | None:
-        """Everything but dropout."""
-        if call.dropout:
-            return "dropout must be 0 for second and forward-mode derivatives, as its draw is not in their graph"
+        """Everything."""
         return None
 
     def forward(self, call: Call, wanted: Wanted, plan: Plan) -> Forward:
@@ -39,7 +45,7 @@ class Whole:
             block, poison, poison_of_logits = _cut_whole(call)
             soft = compute_softmax(block)
             weights = soft.weights * poison
-            output = multiply(weights, block.v)
+            output = multiply(drop(weights, block), block.v)
         measures = counts = None
         if wanted.statistics:
             counts, measures = _describe(call, block, soft, poison_of_logits)
