@@ -84,7 +84,7 @@ def run_benchmark(
         _threads(threads) as used,
         warnings.catch_warnings(),
     ):
-        # What the backend does not compute (dropout) is timed with the engine that does.
+        # What the backend does not compute is timed with the engine that does.
         warnings.simplefilter("ignore", FallbackWarning)
         setting = _Setting(rounds, used, backends.current(), quick, np.random.default_rng(seed))
         present, missing = _find_present(chosen, used, default_threads)
