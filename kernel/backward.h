@@ -228,8 +228,9 @@ struct BackwardPass {
         Cut whole = cut;
         whole.splits = 1;
         const int64_t key_row = padded<double>(d_k), value_row = padded<double>(d_v), rows = cut.rows;
-        const int64_t size = call.keys * (key_row + value_row), copies = (2 * rows + call.keys) * (d_k + d_v);
-        Arena arena(Loop::bytes(call, whole) + sizeof(double) * size_t(size + copies) + 8 * 64);
+        const int64_t size = call.keys * (key_row + value_row),
+                      copies = (2 * rows + call.keys) * (d_k + d_v) + 2 * rows;
+        Arena arena(Loop::bytes(call, whole) + sizeof(double) * size_t(size + copies) + 10 * 64);
         if (!arena.ok()) return work.fail(Status::out_of_memory);
         Backward wide = call;
         const auto widen_rows = [&](Query& x, int64_t width) {
@@ -248,8 +249,12 @@ struct BackwardPass {
         widen_rows(wide.grad_output, d_v);
         widen_keys(wide.k, d_k);
         widen_keys(wide.v, d_v);
-        // These two are indexed by the rows of all heads.
+        // These are indexed by the rows of all heads. The forward pass's maxima are off by what float rounds large
+        // logits by, and exp would make any number of that.
         const int64_t first_row = head * rows;
+        double *max = arena.take<double>(size_t(rows)), *sum = arena.take<double>(size_t(rows));
+        for (int64_t row = 0; row < rows; ++row) weigh_carefully<In>(call, n, g, row, max + row, sum + row);
+        wide.saved = {max - first_row, sum - first_row};
         double* output = arena.take<double>(size_t(rows * d_v));
         const Working<In>* given = static_cast<const Working<In>*>(call.output) + first_row * d_v;
         for (int64_t i = 0; i < rows * d_v; ++i) output[i] = double(given[i]);

@@ -49,6 +49,8 @@ class Case:
             OPEN_ABOVE if self.last is None else self.last,
             self.softcap,
             self.sinks,
+            0.0,
+            0,
         )
 
     def forward(self, level, threads=1):
@@ -307,6 +309,17 @@ def test_sums_beyond_float32_on_the_way_are_finite_in_the_end(native):
     expected = case.expected()
     np.testing.assert_allclose(gradients["value"], expected["value"], rtol=1e-6)
     np.testing.assert_allclose(gradients["key"], expected["key"], atol=1e34)
+
+
+def test_a_head_that_is_taken_again_in_float64_has_its_own_maxima(native):
+    """Logits of 1e10, which float32 rounds by hundreds: its maxima have nothing to say beside scores in float64."""
+    case = draw(np.random.default_rng(6), groups=1, queries=128, keys=2, d_k=1, d_v=1, scale=1.0)
+    case.q[...] = (101966.6 + np.arange(128) / 64.0)[:, None]
+    case.k[...] = 101966.6
+    case.v[...] = 0
+    case.grad[...] = np.where(np.arange(128) < 64, 3e37, -2.9e37)[:, None]
+    gradients = case.backward(native)
+    np.testing.assert_allclose(gradients["value"], case.expected()["value"], rtol=1e-5)
 
 
 def test_a_dominating_sink_keeps_the_digits(native):
