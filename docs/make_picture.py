@@ -5,10 +5,10 @@ from pathlib import Path
 
 from sqrtdk.exercises.expectation import expect_rows
 from sqrtdk.exercises.gaussian_rows import POLICIES, choose_effort, policy_factors, sample_policies
-from sqrtdk.report.figure import Axis, Figure, Line, Panel, Points, ReferenceLine, floats, name_ticks
 from sqrtdk.report.files import write_whole
 from sqrtdk.report.matplotlib_renderer import render
 from sqrtdk.report.palette import policy_colour, policy_label
+from sqrtdk.report.panels import Axis, Figure, Line, Panel, Points, ReferenceLine, floats, name_ticks
 from sqrtdk.theory import unscaled_crossover
 
 PICTURE = Path(__file__).parent / "images" / "scale.png"

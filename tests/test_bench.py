@@ -19,7 +19,7 @@ from sqrtdk.bench.tensors import BackwardCase
 from sqrtdk.cli import main
 from sqrtdk.errors import InvalidValueError
 from sqrtdk.report import figure_for
-from sqrtdk.report.figure import Line, Points
+from sqrtdk.report.panels import Line, Points
 
 
 def rng():

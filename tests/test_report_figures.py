@@ -11,8 +11,8 @@ from example_records import POLICIES, every_kind, make_ablation, make_claims, ma
 from sqrtdk.errors import InvalidValueError
 from sqrtdk.exercises import explain, gradients, saturation, temperature, variance
 from sqrtdk.report import figure_for, figure_kinds, learning_figures
-from sqrtdk.report.figure import Axis, Band, Figure, Heatmap, Line, Panel, Points, floats
 from sqrtdk.report.palette import VERDICT_COLOURS, policy_colour
+from sqrtdk.report.panels import Axis, Band, Figure, Heatmap, Line, Panel, Points, floats
 
 KINDS = (
     *("ablation", "bench", "claims", "condensation", "explain", "gradients", "saturation", "swap", "temperature"),

@@ -16,7 +16,7 @@ from example_records import MAKERS, NASTY, make_ablation, make_example
 from sqrtdk.errors import InvalidValueError, MissingExtraError
 from sqrtdk.report import figure_for, matplotlib_renderer, plotly_renderer, save_figure
 from sqrtdk.report import files as report_files
-from sqrtdk.report.figure import Axis, Band, Bars, Figure, Heatmap, Line, Note, Panel, Points, ReferenceLine
+from sqrtdk.report.panels import Axis, Band, Bars, Figure, Heatmap, Line, Note, Panel, Points, ReferenceLine
 
 NAMES = (*MAKERS, "ablation-grid")
 

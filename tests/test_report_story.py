@@ -11,8 +11,8 @@ from sqrtdk.audits.shipped import read_shipped
 from sqrtdk.exercises import condensation, gradients, variance
 from sqrtdk.report import figure_for, story_figures, training_figures
 from sqrtdk.report.answer import answer
-from sqrtdk.report.figure import Heatmap, Line, Points
 from sqrtdk.report.model_figures import show_heads
+from sqrtdk.report.panels import Heatmap, Line, Points
 
 
 def with_losses(record, **losses):

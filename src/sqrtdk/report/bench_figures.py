@@ -8,8 +8,8 @@ from typing import Any
 from sqrtdk.display import count
 from sqrtdk.errors import InvalidValueError
 from sqrtdk.records import Record, Row
-from sqrtdk.report.figure import Axis, Dash, Figure, Line, Panel, Points, ReferenceLine, Series, Symbol, floats
 from sqrtdk.report.palette import NEUTRAL
+from sqrtdk.report.panels import Axis, Dash, Figure, Line, Panel, Points, ReferenceLine, Series, Symbol, floats
 
 _TITLES = {
     "square": "B×H×N×D",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from sqrtdk.display import count
 from sqrtdk.records import Record
-from sqrtdk.report.figure import Axis, Figure, Panel, Points, floats
 from sqrtdk.report.palette import NEUTRAL, VERDICT_COLOURS, VERDICT_SYMBOLS
+from sqrtdk.report.panels import Axis, Figure, Panel, Points, floats
 
 _VERDICT_WORDS = {"holds": "as the texts say", "wrong": "wrong", "depends": "depending on what they leave out"}
 _AREAS = {"op": "operation", "var": "variance", "soft": "softmax", "grad": "gradients", "scale": "policies"}

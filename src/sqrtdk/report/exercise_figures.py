@@ -8,7 +8,8 @@ from typing import Any
 
 from sqrtdk.display import count
 from sqrtdk.records import Record, Row
-from sqrtdk.report.figure import (
+from sqrtdk.report.palette import ACCENT, NEUTRAL, policy_colour, policy_label
+from sqrtdk.report.panels import (
     Axis,
     Dash,
     Figure,
@@ -23,7 +24,6 @@ from sqrtdk.report.figure import (
     name_ticks,
     spread_out,
 )
-from sqrtdk.report.palette import ACCENT, NEUTRAL, policy_colour, policy_label
 
 _POLICIES = ("none", "sqrt", "inverse")
 # For sizes and quantities: the colours of the three policies stand for the policies alone.

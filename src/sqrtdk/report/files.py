@@ -10,8 +10,8 @@ from pathlib import Path
 from sqrtdk.errors import InvalidValueError, missing_extra
 from sqrtdk.records import Record
 from sqrtdk.report import matplotlib_renderer, plotly_renderer
-from sqrtdk.report.figure import Figure
 from sqrtdk.report.kinds import figure_for
+from sqrtdk.report.panels import Figure
 from sqrtdk.report.shell import wrap_page
 
 FORMATS = (".png", ".svg", ".html")

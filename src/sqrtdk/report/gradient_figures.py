@@ -8,7 +8,8 @@ from typing import Any
 
 from sqrtdk.display import count
 from sqrtdk.records import Record
-from sqrtdk.report.figure import (
+from sqrtdk.report.palette import NEUTRAL, policy_colour, policy_label
+from sqrtdk.report.panels import (
     Axis,
     Dash,
     Figure,
@@ -23,7 +24,6 @@ from sqrtdk.report.figure import (
     floats,
     name_ticks,
 )
-from sqrtdk.report.palette import NEUTRAL, policy_colour, policy_label
 
 _POLICIES = ("none", "sqrt", "inverse")
 _SYMBOLS: dict[str, Symbol] = {"mean": "circle", "median": "diamond", "p5": "cross"}

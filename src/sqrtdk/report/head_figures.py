@@ -12,7 +12,8 @@ import numpy.typing as npt
 from sqrtdk.audits import Audit
 from sqrtdk.display import count, name_layer
 from sqrtdk.errors import InvalidValueError
-from sqrtdk.report.figure import (
+from sqrtdk.report.palette import ACCENT, NEUTRAL, policy_colour
+from sqrtdk.report.panels import (
     Axis,
     Figure,
     Heatmap,
@@ -25,7 +26,6 @@ from sqrtdk.report.figure import (
     name_ticks,
     spread_out,
 )
-from sqrtdk.report.palette import ACCENT, NEUTRAL, policy_colour
 from sqrtdk.statistics import AttentionStatistics
 from sqrtdk.summary import HeadSummary
 

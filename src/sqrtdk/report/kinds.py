@@ -16,7 +16,7 @@ from sqrtdk.report import (
     story_figures,
     zoo_figures,
 )
-from sqrtdk.report.figure import Figure
+from sqrtdk.report.panels import Figure
 
 Columns = Sequence[str] | None
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from sqrtdk.display import count
 from sqrtdk.records import Record
-from sqrtdk.report.figure import Axis, Dash, Figure, Line, Panel, Points, ReferenceLine, Series, floats
 from sqrtdk.report.palette import ACCENT, NEUTRAL, policy_colour, policy_label
+from sqrtdk.report.panels import Axis, Dash, Figure, Line, Panel, Points, ReferenceLine, Series, floats
 
 _MOST_POINTS = 150
 # Where several are compared, q and k of variance 1 are the rule that needs no words.

@@ -7,7 +7,7 @@ import textwrap
 from typing import Any, Literal
 
 from sqrtdk.errors import missing_extra
-from sqrtdk.report.figure import (
+from sqrtdk.report.panels import (
     COLOUR_SCALES,
     Axis,
     Band,

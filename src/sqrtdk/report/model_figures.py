@@ -7,7 +7,7 @@ import statistics
 from sqrtdk.audits import Audit
 from sqrtdk.audits.reading import name_scale
 from sqrtdk.display import count
-from sqrtdk.report.figure import Axis, Figure, Heatmap, Panel, floats, one_panel
+from sqrtdk.report.panels import Axis, Figure, Heatmap, Panel, floats, one_panel
 
 # As diagnosis has it: past this index weights condense.
 _CONDENSED = 1.0

@@ -13,9 +13,9 @@ from sqrtdk.attention import Attention
 from sqrtdk.audits import Audit
 from sqrtdk.errors import InvalidTypeError, InvalidValueError
 from sqrtdk.records import Record
-from sqrtdk.report.figure import Figure, Heatmap
 from sqrtdk.report.head_figures import show_audit, show_heads, show_layers, show_rows, show_weights
 from sqrtdk.report.kinds import figure_for
+from sqrtdk.report.panels import Figure, Heatmap
 from sqrtdk.report.plotly_renderer import draw
 from sqrtdk.statistics import AttentionStatistics
 from sqrtdk.summary import HeadSummary

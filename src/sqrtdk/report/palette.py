@@ -6,7 +6,7 @@ all are readable on white and on near black. Colour never carries a meaning alon
 
 from __future__ import annotations
 
-from sqrtdk.report.figure import Symbol
+from sqrtdk.report.panels import Symbol
 
 NEUTRAL = "#7b8390"
 ACCENT = "#8a63d2"

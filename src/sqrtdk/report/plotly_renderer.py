@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from sqrtdk.errors import missing_extra
-from sqrtdk.report.figure import (
+from sqrtdk.report.panels import (
     COLOUR_SCALES,
     Axis,
     Band,

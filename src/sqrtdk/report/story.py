@@ -19,7 +19,7 @@ from sqrtdk.report import (
     training_figures,
     zoo_figures,
 )
-from sqrtdk.report.figure import Figure
+from sqrtdk.report.panels import Figure
 
 __all__ = ["SECTIONS", "Chapter", "Exhibit", "Section", "tell"]
 

@@ -10,7 +10,8 @@ from typing import Any
 from sqrtdk.display import count
 from sqrtdk.records import Record, Row
 from sqrtdk.report import exercise_figures
-from sqrtdk.report.figure import (
+from sqrtdk.report.palette import ACCENT, policy_colour, policy_label
+from sqrtdk.report.panels import (
     Axis,
     Figure,
     Line,
@@ -23,7 +24,6 @@ from sqrtdk.report.figure import (
     name_ticks,
     one_panel,
 )
-from sqrtdk.report.palette import ACCENT, policy_colour, policy_label
 from sqrtdk.report.table import format_cell
 
 _POLICIES = ("none", "sqrt", "inverse")

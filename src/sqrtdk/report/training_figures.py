@@ -10,7 +10,6 @@ from typing import Any
 
 from sqrtdk.display import count
 from sqrtdk.records import Record, Row
-from sqrtdk.report.figure import Axis, Figure, Line, Panel, Points, Series, floats, one_panel
 from sqrtdk.report.learning_figures import (
     Group,
     group_runs,
@@ -22,6 +21,7 @@ from sqrtdk.report.learning_figures import (
     show_temperatures,
 )
 from sqrtdk.report.palette import policy_colour, policy_label
+from sqrtdk.report.panels import Axis, Figure, Line, Panel, Points, Series, floats, one_panel
 
 # A model has learned if its loss is below this share of the one that training begins with.
 _LEARNED = 0.5

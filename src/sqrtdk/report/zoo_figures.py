@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from sqrtdk.errors import InvalidValueError
 from sqrtdk.families import is_usual
 from sqrtdk.records import Record, Row
-from sqrtdk.report.figure import Axis, Figure, Panel, Points, ReferenceLine, Symbol, floats, name_ticks
 from sqrtdk.report.palette import policy_colour
+from sqrtdk.report.panels import Axis, Figure, Panel, Points, ReferenceLine, Symbol, floats, name_ticks
 
 _SORTS: dict[str, tuple[str, Symbol]] = {
     "1/√dₖ": (policy_colour("sqrt"), "circle"),
