@@ -6,11 +6,10 @@ import asyncio
 import hashlib
 import importlib.util
 import json
-import re
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache, partial
+from functools import partial
 from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
@@ -32,6 +31,7 @@ from sqrtdk.web.experiment import BOUNDS, DISTRIBUTIONS, DTYPES, MOST_SCORES, PO
 from sqrtdk.web.gate import Gate
 from sqrtdk.web.measurement import expect, measure
 from sqrtdk.web.npz import MOST_BYTES, read_npz
+from sqrtdk.web.pages import PAGES, read_plotly, render_page
 from sqrtdk.web.presets import PRESETS
 from sqrtdk.web.quantities import AUDITED, EXPLORED
 from sqrtdk.web.runs import list_runs, read_curves
@@ -39,8 +39,7 @@ from sqrtdk.web.vectors import Vectors, draw, with_values
 
 __all__ = ["make_app"]
 
-_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
-_PAGES = {"/": "explore.html", "/audit": "audit.html", "/runs": "runs.html"}
+_TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _UPLOAD_SECONDS = 20.0
 _WAITING_SECONDS = 15.0
 
@@ -61,7 +60,7 @@ def make_app(
     """
     read_audit(audit)
     site = _Site(store, audit)
-    routes = [Route(path, _serve_file(name), methods=["GET"]) for path, name in _PAGES.items()]
+    routes = [Route(page.path, _serve(render_page(page), "text/html"), methods=["GET"]) for page in PAGES]
     routes += [Route(f"/static/{name}", _serve_file(name), methods=["GET"]) for name in _list_static()]
     routes += [
         Route("/api/options", site.options, methods=["GET"]),
@@ -254,11 +253,11 @@ def _list_static() -> list[str]:
 def _serve_file(name: str) -> Callable[[Request], Awaitable[Response]]:
     """An endpoint for one file, read now: a request never names a path."""
     own = resources.files("sqrtdk.web") / "static" / name
-    content = _read_plotly() if name == "plotly.min.js" else own.read_bytes()
-    if name.endswith(".html"):
-        content = content.replace(b"<!-- plotly -->", _stand_in_for_styles())
+    return _serve(read_plotly() if name == "plotly.min.js" else own.read_bytes(), _TYPES[Path(name).suffix])
+
+
+def _serve(content: bytes, kind: str) -> Callable[[Request], Awaitable[Response]]:
     tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-    kind = _TYPES[Path(name).suffix]
 
     async def answer(request: Request) -> Response:
         # Asked for again each time, and answered with "not modified": a new version is never mixed with an old one.
@@ -268,17 +267,3 @@ def _serve_file(name: str) -> Callable[[Request], Awaitable[Response]]:
         return Response(content, headers=headers, media_type=kind)
 
     return answer
-
-
-def _stand_in_for_styles() -> bytes:
-    """Elements with the names of style sheets for maps that Plotly's script would add, were they not there.
-
-    The page's policy would refuse those, with an error in the console.
-    """
-    names = re.findall(rb'document\.getElementById\("([0-9a-f]{64})"\)', _read_plotly())
-    return b"\n".join(b'<meta id="%s" name="plotly">' % name for name in dict.fromkeys(names))
-
-
-@lru_cache
-def _read_plotly() -> bytes:
-    return (resources.files("plotly") / "package_data" / "plotly.min.js").read_bytes()

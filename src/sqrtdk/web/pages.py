@@ -1,0 +1,70 @@
+"""The pages: one frame (head, links between the pages) around the main part that each has of its own."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from importlib import resources
+from string import Template
+from typing import NamedTuple
+
+__all__ = ["PAGES", "Page", "read_plotly", "render_page"]
+
+
+class Page(NamedTuple):
+    """A page of the site.
+
+    Args:
+        path: its address.
+        name: of its main part `<name>.html` and its script `<name>.js`.
+        link: what the other pages call it.
+        title: the browser's title for it.
+        target, content: the element to which a keyboard's user can skip, and what is there.
+    """
+
+    path: str
+    name: str
+    link: str
+    title: str
+    target: str
+    content: str
+
+
+PAGES = (
+    Page("/", "explore", "Explore", "Explore the scale of attention", "results", "the results"),
+    Page("/audit", "audit", "Audit", "Audit", "map", "the map of heads"),
+    Page("/runs", "runs", "Runs", "Runs", "runs", "the runs"),
+)
+
+_CURRENT = ' aria-current="page"'
+
+
+def render_page(page: Page) -> bytes:
+    """The whole page.
+
+    >>> "<title>Audit · sqrtdk</title>" in render_page(PAGES[1]).decode()
+    True
+    """
+    links = "".join(f'<a href="{other.path}"{_CURRENT if other == page else ""}>{other.link}</a>' for other in PAGES)
+    frame = Template(_read("frame.html"))
+    main = _read(f"{page.name}.html").rstrip()
+    return frame.substitute(page._asdict(), links=links, main=main, plotly=_stand_in_for_styles()).encode()
+
+
+def _read(name: str) -> str:
+    return (resources.files("sqrtdk.web") / "static" / name).read_text(encoding="utf-8")
+
+
+def _stand_in_for_styles() -> str:
+    """Elements with the names of style sheets for maps that Plotly's script would add, were they not there.
+
+    The page's policy would refuse those, with an error in the console.
+    """
+    names = re.findall(rb'document\.getElementById\("([0-9a-f]{64})"\)', read_plotly())
+    return "\n".join(f'<meta id="{name.decode()}" name="plotly">' for name in dict.fromkeys(names))
+
+
+@lru_cache
+def read_plotly() -> bytes:
+    """Plotly's script, as its package brings it."""
+    return (resources.files("plotly") / "package_data" / "plotly.min.js").read_bytes()
