@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -11,8 +12,12 @@ from sqrtdk.commands.flags import Json, Plot, Seed, Store, Workers, examples
 from sqrtdk.commands.presenting import draw_figure, gathering, present, require_drawable, working
 from sqrtdk.errors import InvalidValueError
 from sqrtdk.options import read_numbers
+from sqrtdk.records import Record
 
 commands = typer.Typer()
+
+Sizes = Annotated[str, typer.Option(help="Sizes dₖ, separated by commas.")]
+KeyCounts = Annotated[str, typer.Option(help="Numbers of keys, separated by commas.")]
 
 
 @commands.command(
@@ -74,7 +79,7 @@ def claims(
 
 @commands.command(epilog=examples("sqrtdk variance", "sqrtdk variance --d-k 4,64,512 --plot variance.png"))
 def variance(
-    d_k: Annotated[str, typer.Option(help="Sizes, separated by commas.")] = "4,64,512",
+    d_k: Sizes = "4,64,512",
     samples: Annotated[int, typer.Option(help="Pairs (q, k) per size.")] = 20_000,
     seed: Seed = 0,
     json: Json = False,
@@ -119,39 +124,36 @@ def temperature(
 
 @commands.command(epilog=examples("sqrtdk gradients --d-k 64,512 --n 16,1024 --plot gradients.html"))
 def gradients(
-    d_k: Annotated[str, typer.Option(help="Sizes dₖ, separated by commas.")] = "4,64,512",
-    n: Annotated[str, typer.Option(help="Numbers of keys, separated by commas.")] = "16,128,1024",
+    d_k: Sizes = "4,64,512",
+    n: KeyCounts = "16,128,1024",
     seed: Seed = 0,
     json: Json = False,
     plot: Plot = None,
 ) -> None:
     """Exercise 5: ∂softmax/∂input for uniform and peaked rows, and how large gradients are over dₖ × n."""
     require_drawable(plot)
-    with working("measuring gradients") as bar:
-        record = exercises.gradients(
-            d_ks=read_numbers("--d-k", d_k, int),
-            ns=read_numbers("--n", n, int),
-            seed=seed,
-            on_size=lambda size, done: bar.show(f"measuring gradients: {size}", done),
-        )
-    present(record, json, plot)
+    present(_measure_sizes(exercises.gradients, "measuring gradients", d_k, n, seed), json, plot)
 
 
 @commands.command(epilog=examples("sqrtdk condensation --d-k 1,8,64,512 --n 1024 --plot condensation.png"))
 def condensation(
-    d_k: Annotated[str, typer.Option(help="Sizes dₖ, separated by commas.")] = "1,4,8,16,32,64,128,256,512",
-    n: Annotated[str, typer.Option(help="Numbers of keys, separated by commas.")] = "16,1024",
+    d_k: Sizes = "1,4,8,16,32,64,128,256,512",
+    n: KeyCounts = "16,1024",
     seed: Seed = 0,
     json: Json = False,
     plot: Plot = None,
 ) -> None:
     """How many keys a query attends to as dₖ grows, without scaling, with 1/√dₖ and 1/dₖ: the answer in one picture."""
     require_drawable(plot)
-    with working("measuring attention") as bar:
-        record = exercises.condensation(
+    present(_measure_sizes(exercises.condensation, "measuring attention", d_k, n, seed), json, plot)
+
+
+def _measure_sizes(exercise: Callable[..., Record], doing: str, d_k: str, n: str, seed: int) -> Record:
+    """The exercise at every size dₖ and number of keys n, showing at which it is."""
+    with working(doing) as bar:
+        return exercise(
             d_ks=read_numbers("--d-k", d_k, int),
             ns=read_numbers("--n", n, int),
             seed=seed,
-            on_size=lambda size, done: bar.show(f"measuring attention: {size}", done),
+            on_size=lambda size, done: bar.show(f"{doing}: {size}", done),
         )
-    present(record, json, plot)
