@@ -7,8 +7,9 @@ from sqrtdk.exercises.expectation import expect_rows
 from sqrtdk.exercises.gaussian_rows import POLICIES, choose_effort, policy_factors, sample_policies
 from sqrtdk.report.files import write_whole
 from sqrtdk.report.matplotlib_renderer import render
-from sqrtdk.report.palette import policy_colour, policy_label
+from sqrtdk.report.palette import policy_colour
 from sqrtdk.report.panels import Axis, Figure, Line, Panel, Points, ReferenceLine, floats, name_ticks
+from sqrtdk.setting_names import name_policy
 from sqrtdk.theory import unscaled_crossover
 
 PICTURE = Path(__file__).parent / "images" / "scale.png"
@@ -22,7 +23,7 @@ def plan():
     measured = {d_k: sample_policies(d_k=d_k, n=KEYS, seed=SEED, **choose_effort(d_k, KEYS)._asdict()) for d_k in SIZES}
     series = []
     for at, policy in enumerate(POLICIES):
-        colour, label = policy_colour(policy), policy_label(policy)
+        colour, label = policy_colour(policy), name_policy(policy)
         means = [measured[d_k][policy].mean("entropy_ratio") for d_k in SIZES]
         ends = {"low": floats(one.low for one in means), "high": floats(one.high for one in means)}
         series.append(Line(floats(SIZES), floats(expected[d_k][at] for d_k in SIZES), colour, label))

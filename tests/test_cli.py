@@ -119,7 +119,7 @@ def test_ablate_shows_what_was_learned(capsys, monkeypatch):
     assert code == 0
     words = " ".join(out.split())
     assert "τ/√dₖ by layer" in words
-    assert "query (unit init, dₖ = 8, lr 0.001): τ/√dₖ went from 1 to" in words
+    assert "query (dₖ = 8, lr 0.001): τ/√dₖ went from 1 to" in words
     code, out, _ = run(capsys, *line.split(), "--json")
     rows = json.loads(out)["runs"]
     assert [len(row["temperatures"]) for row in rows if row["scale"] != "sqrt"] == [2, 2, 2]

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sqrtdk.errors import InvalidValueError
-from sqrtdk.lab.ablation import _read
+from sqrtdk.lab.ablation import _headline, _read
 from sqrtdk.lab.outcomes import choose_best, compare, quartiles, summarise, wilcoxon_p
 from sqrtdk.lab.tasks import Recall
 
@@ -171,8 +172,22 @@ def test_reading_of_equal_policies_and_of_a_policy_that_only_failed():
     rows = [run("sqrt", 0, 0.3), run("mup", 0, 0.3), run("none", 0, None, status="failed")]
     best = choose_best(summarise(rows))
     text = " ".join(_read(Recall(), best, compare(rows, best)))
-    assert "mup (unit init, dₖ = 64, lr 0.001) against sqrt (unit init, lr 0.001): the losses are equal" in text
-    assert "none (unit init, dₖ = 64, lr 0.001): every run failed." in text
+    assert "mup (dₖ = 64, lr 0.001) against 1/√dₖ (lr 0.001): the losses are equal" in text
+    assert "no scaling (dₖ = 64, lr 0.001): every run failed." in text
+    assert "Smaller start" not in text
+
+
+def test_settings_are_named_in_words_wherever_they_are_told():
+    rows = [run("sqrt", 0, 0.01), run("inverse", 0, 0.02), run("none", 0, 2.6), run("none", 0, 0.03, init="absorbed")]
+    best = choose_best(summarise(rows))
+    assert _headline(Recall(), best) == (
+        "median held-out loss of 1 seed: 1/√dₖ 0.01; 1/dₖ 0.02; no scaling 2.60; "
+        f"no scaling, smaller start 0.03; chance {Recall().chance_loss:.2f}."
+    )
+    text = " ".join(_read(Recall(), best, compare(rows, best)))
+    assert "no scaling, smaller start (dₖ = 64, lr 0.001) against 1/√dₖ (lr 0.001): the loss is 0.02" in text
+    assert "Smaller start: W_q and W_k begin dₖ^¼ times smaller" in text
+    assert not re.search(r"\b(sqrt|none|inverse|unit|absorbed|init)\b", text)
 
 
 def learned(seed, mean, heads, spread, scale="learned"):
@@ -200,7 +215,7 @@ def test_temperatures_are_summed_up_only_where_some_were_learned():
     assert result["temperature_range"] == [0.5, 4.0]
     assert result["temperature_spread_median"] == 0.1
     summary = choose_best([sqrt, result])
-    sentences = [text for text in _read(Recall(), summary, compare([*plain, *rows], summary)) if "√dₖ" in text]
+    sentences = [text for text in _read(Recall(), summary, compare([*plain, *rows], summary)) if "τ/√dₖ" in text]
     assert len(sentences) == 1
     assert "from 1 to 1.100 in layer 1, 1.000 in layer 2" in sentences[0]
     assert "single heads from 0.500 to 4.000" in sentences[0]

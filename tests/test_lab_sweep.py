@@ -165,7 +165,7 @@ def test_swap_record_holds_the_stages_side_by_side():
     assert [row["stage"] for row in record.tables["summary"]] == ["trained", "swapped", "continued", "scratch"]
     middle = record.tables["summary"][1]
     assert middle["loss_median"] == pytest.approx(sum(row["swapped_loss"] for row in rows) / 2)
-    assert "none in place of sqrt" in middle["meaning"]
+    assert middle["meaning"] == "the same weights, no scaling in place of 1/√dₖ"
 
 
 def test_a_diverged_seed_counts_as_unsolved_in_a_swap():

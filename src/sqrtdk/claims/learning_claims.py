@@ -11,6 +11,7 @@ from sqrtdk.display import count
 from sqrtdk.errors import SqrtdkError
 from sqrtdk.lab import RunSpec
 from sqrtdk.lab.outcomes import or_infinite
+from sqrtdk.setting_names import name_setting
 
 
 def _loss(value: float | None) -> str:
@@ -74,18 +75,14 @@ def _learning(evidence: Evidence) -> Finding:
     learned = sqrt["solved_fraction"] >= 0.5
     fails = none["solved_fraction"] < sqrt["solved_fraction"] and paired["higher"] > paired["lower"]
     control_learns = absorbed["solved_fraction"] > none["solved_fraction"]
-    listed = ", ".join(
-        f"{name} {_loss(row['final_loss_median'])} ({row['solved_fraction']:.0%} solved)"
-        for name, row in (
-            ("none", none),
-            ("√dₖ", sqrt),
-            ("dₖ", inverse),
-            ("none with the scale inside the weights", absorbed),
-        )
+    listed = "; ".join(
+        f"{name_setting(row['scale'], row['init'])} {_loss(row['final_loss_median'])} "
+        f"({row['solved_fraction']:.0%} solved)"
+        for row in (none, sqrt, inverse, absorbed)
     )
     return Finding(
         f"recall at dₖ {sqrt['d_k']}, each at its own best of {len(LEARNING_RATES)} learning rates, median loss of "
-        f"{count(sqrt['n'], 'seed')}: {listed}; none above √dₖ in {paired['higher']} of "
+        f"{count(sqrt['n'], 'seed')}: {listed}; no scaling above 1/√dₖ in {paired['higher']} of "
         f"{count(paired['n'], 'pair')} "
         f"(Wilcoxon p = {paired['wilcoxon_p']:.2g})",
         ("depends" if control_learns or not learned else "holds") if fails or not learned else "wrong",

@@ -23,6 +23,7 @@ from sqrtdk.exercises.gaussian_rows import (
     sample_policies,
 )
 from sqrtdk.records import Record
+from sqrtdk.setting_names import name_policy
 
 _QUANTITIES = (
     "logit_std",
@@ -36,7 +37,6 @@ _QUANTITIES = (
 )
 # The others that are predicted restate one of these: ρ is σ in other units, 1 − Σp² is Σp².
 _INDEPENDENT = ("logit_std", "entropy_ratio", "sum_p2")
-_NAMES = {"none": "no scaling", "sqrt": "1/√dₖ", "inverse": "1/dₖ"}
 _WORDS = (
     "σ is the standard deviation of the logits; ρ = σ/√(2 ln n) the saturation index; H/ln n the entropy ratio, 1 for "
     "uniform weights and 0 for one-hot ones; Σp² the sum of squared weights, 1/n for uniform and 1 for one-hot; "
@@ -253,7 +253,7 @@ def _read_gradients(by: Mapping[tuple[str, str], Mapping[str, Any]], sampled: Ma
         apart = estimate_mean((sampled[policy].grad_q - sampled["sqrt"].grad_q).mean(axis=1))
         ratio = by[policy, "grad_q"]["measured"] / by["sqrt", "grad_q"]["measured"]
         beside = f"{ratio:.3g} times that" + (", not told apart from it" if apart.holds(0.0) else "")
-        parts.append(f"{beside} with {_NAMES[policy]}")
+        parts.append(f"{beside} with {name_policy(policy)}")
     return (
         f"The mean gradient of the queries is {by['sqrt', 'grad_q']['measured']:.3g} with 1/√dₖ, {' and '.join(parts)}."
     )
@@ -263,7 +263,7 @@ def _read_predictions(rows: Sequence[Mapping[str, Any]]) -> str:
     judged = [row for row in rows if row["quantity"] in _INDEPENDENT]
     outside = [row for row in judged if not row["inside"]]
     titles = {"logit_std": "σ", "entropy_ratio": "H/ln n", "sum_p2": "Σp²"}
-    named = ", ".join(f"{titles[row['quantity']]} with {_NAMES[row['scale']]}" for row in outside)
+    named = ", ".join(f"{titles[row['quantity']]} with {name_policy(row['scale'])}" for row in outside)
     return (
         f"Of {len(judged)} predictions (σ, H/ln n and Σp²) {len(judged) - len(outside)} lie inside the 95% interval of "
         f"their measurement{f'; outside: {named}' if outside else ''}; one in twenty may lie outside by chance."
@@ -280,7 +280,7 @@ def _conclude(keys: Mapping[str, float], d_k: int, n: int) -> str:
         verdict = f"{ratio:.2f} times as many with 1/√dₖ as without: at this size scaling matters somewhat"
     else:
         verdict = f"{ratio:.3g} times as many with 1/√dₖ as without: at this size scaling matters"
-    listed = ", ".join(f"{_name_count(keys[policy])} with {_NAMES[policy]}" for policy in POLICIES)
+    listed = ", ".join(f"{_name_count(keys[policy])} with {name_policy(policy)}" for policy in POLICIES)
     return f"In short: of {n} keys a query attends to about {listed} (effective keys); {verdict}."
 
 

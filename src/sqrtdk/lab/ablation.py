@@ -12,6 +12,7 @@ from sqrtdk.lab.spec import AblationSpec
 from sqrtdk.lab.store import RunRecord
 from sqrtdk.lab.tasks import Task, get
 from sqrtdk.records import Record
+from sqrtdk.setting_names import name_setting
 
 _CURVE_COLUMNS = ("scale", "seed", "init", "lr", "d_k")
 
@@ -67,6 +68,11 @@ def _read(task: Task, best: Sequence[Mapping[str, Any]], comparisons: Sequence[M
         "Brackets hold the lower and upper quartile over the seeds, not a confidence interval; p-values are exact, "
         "two-sided, paired by seed and not corrected for the number of comparisons.",
     ]
+    if any(row["init"] == "absorbed" for row in best):
+        sentences.append(
+            "Smaller start: W_q and W_k begin dₖ^¼ times smaller each, so that without a scale the model begins as the "
+            "very function that 1/√dₖ is."
+        )
     if several_rates:
         sentences.append(
             "Each policy is shown at the learning rate with its lowest median loss, chosen on the same seeds."
@@ -76,20 +82,16 @@ def _read(task: Task, best: Sequence[Mapping[str, Any]], comparisons: Sequence[M
 
 
 def _headline(task: Task, best: Sequence[Mapping[str, Any]]) -> str:
-    several_inits = len({row["init"] for row in best}) > 1
     rates = ", each at its best learning rate" if any(row["lrs"] > 1 for row in best) else ""
-    parts = [
-        f"{row['scale']}{' (' + row['init'] + ')' if several_inits else ''} {show_loss(row['final_loss_median'])}"
-        for row in best
-    ]
+    parts = [f"{name_setting(row['scale'], row['init'])} {show_loss(row['final_loss_median'])}" for row in best]
     return (
-        f"median held-out loss of {count(best[0]['n'], 'seed')}{rates}: {', '.join(parts)}; "
+        f"median held-out loss of {count(best[0]['n'], 'seed')}{rates}: {'; '.join(parts)}; "
         f"chance {show_loss(task.chance_loss)}."
     )
 
 
 def _name(row: Mapping[str, Any]) -> str:
-    return f"{row['scale']} ({row['init']} init, dₖ = {row['d_k']}, lr {row['lr']:g})"
+    return f"{name_setting(row['scale'], row['init'])} (dₖ = {row['d_k']}, lr {row['lr']:g})"
 
 
 def show_loss(loss: float | None) -> str:
@@ -138,7 +140,7 @@ def _read_learned(row: Mapping[str, Any]) -> str:
 
 
 def _read_comparison(row: Mapping[str, Any]) -> str:
-    other = f"{row['against']} ({row['against_init']} init, lr {row['against_lr']:g})"
+    other = f"{name_setting(row['against'], row['against_init'])} (lr {row['against_lr']:g})"
     if row["median_difference"] is None:
         difference = "the median difference is infinite"
     else:

@@ -15,6 +15,7 @@ from sqrtdk.lab.spec import RunSpec, list_seeds
 from sqrtdk.lab.store import RunRecord
 from sqrtdk.lab.tasks import Task
 from sqrtdk.records import Record
+from sqrtdk.setting_names import name_policy
 
 _STAGES = ("trained", "swapped", "continued", "scratch")
 _STAGE_WORDS = {
@@ -74,7 +75,10 @@ def swap_scale(
     records = lab.run([*swapped, *scratch])
     rows = [_row(*pair) for pair in zip(records[: len(chosen)], records[len(chosen) :], strict=True)]
     task = swapped[0].make_task()
-    words = {stage: text.format(start=start_scale, scale=scale) for stage, text in _STAGE_WORDS.items()}
+    words = {
+        stage: text.format(start=name_policy(start_scale), scale=name_policy(scale))
+        for stage, text in _STAGE_WORDS.items()
+    }
     summary = [_summarise_stage(stage, words[stage], rows, task) for stage in _STAGES]
     asked = {name: value for name, value in swapped[0].as_dict().items() if name != "seed"}
     return lab.keep(

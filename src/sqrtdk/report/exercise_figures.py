@@ -8,7 +8,7 @@ from typing import Any
 
 from sqrtdk.display import count
 from sqrtdk.records import Record, Row
-from sqrtdk.report.palette import ACCENT, NEUTRAL, policy_colour, policy_label
+from sqrtdk.report.palette import ACCENT, NEUTRAL, policy_colour
 from sqrtdk.report.panels import (
     Axis,
     Dash,
@@ -24,6 +24,7 @@ from sqrtdk.report.panels import (
     name_ticks,
     spread_out,
 )
+from sqrtdk.setting_names import name_policy
 
 _POLICIES = ("none", "sqrt", "inverse")
 # For sizes and quantities: the colours of the three policies stand for the policies alone.
@@ -42,7 +43,7 @@ def show_variance(record: Record) -> Figure:
     series: list[Series] = []
     for policy in _POLICIES:
         mine = [row for row in rows if row["scale"] == policy]
-        colour, label = policy_colour(policy), policy_label(policy)
+        colour, label = policy_colour(policy), name_policy(policy)
         series.append(Line(floats(grid), floats(d ** exponents[policy] for d in grid), colour, label, width=1.5))
         series.append(
             Points(

@@ -8,7 +8,7 @@ from typing import Any
 
 from sqrtdk.display import count
 from sqrtdk.records import Record
-from sqrtdk.report.palette import NEUTRAL, policy_colour, policy_label
+from sqrtdk.report.palette import NEUTRAL, policy_colour
 from sqrtdk.report.panels import (
     Axis,
     Dash,
@@ -24,6 +24,7 @@ from sqrtdk.report.panels import (
     floats,
     name_ticks,
 )
+from sqrtdk.setting_names import name_policy
 
 _POLICIES = ("none", "sqrt", "inverse")
 _SYMBOLS: dict[str, Symbol] = {"mean": "circle", "median": "diamond", "p5": "cross"}
@@ -96,7 +97,7 @@ def _show_gradient_norms(rows: Sequence[Any], n: int, quantity: str, title: str)
         x, colour = floats(row["d_k"] for row in mine), policy_colour(policy)
         for measure, dash in _MEASURES.items():
             y = floats(row[f"{quantity}_{measure}"] for row in mine)
-            group = policy_label(policy) if measure == "mean" else None
+            group = name_policy(policy) if measure == "mean" else None
             series.append(Line(x, y, colour, group, dash=dash, width=2.4 if measure == "mean" else 1.6))
             # A single dₖ makes no line, but a mark of its own.
             series.append(Points(x, y, colour, symbol=_SYMBOLS[measure], size=4.0))
@@ -138,7 +139,7 @@ def _show_ranked_weights(record: Record) -> Panel:
             floats(curve["rank"]),
             floats(curve["weight"]),
             policy_colour(curve["scale"]),
-            policy_label(curve["scale"]),
+            name_policy(curve["scale"]),
             width=2.4,
         )
         for curve in record.curves["ranked"]
@@ -172,7 +173,7 @@ def _show_law(record: Record, quantity: str, title: str) -> Panel:
                 size=9,
                 low=(at["low"],),
                 high=(at["high"],),
-                text=(f"{policy_label(policy)}: {at['measured']:.3g}",),
+                text=(f"{name_policy(policy)}: {at['measured']:.3g}",),
             )
         )
     return Panel(

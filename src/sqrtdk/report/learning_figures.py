@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 
 from sqrtdk.display import count
 from sqrtdk.records import Record
-from sqrtdk.report.palette import ACCENT, NEUTRAL, policy_colour, policy_label
+from sqrtdk.report.palette import ACCENT, NEUTRAL, policy_colour
 from sqrtdk.report.panels import Axis, Dash, Figure, Line, Panel, Points, ReferenceLine, Series, floats
+from sqrtdk.setting_names import name_policy, name_setting
 
 _MOST_POINTS = 150
-# Where several are compared, q and k of variance 1 are the rule that needs no words.
-_INIT_WORDS = {"absorbed": "smaller start", "torch": "torch's start", "xavier": "Xavier's start"}
 _DASHES: dict[str, Dash] = {"unit": "solid", "absorbed": "dash", "torch": "dot", "xavier": "dot"}
 
 
@@ -28,11 +27,9 @@ class Group(NamedTuple):
 
     def label(self, varying: Sequence[str]) -> str:
         """The policy and whatever else tells this group from the others."""
-        parts = [policy_label(self.scale)]
-        parts += [_INIT_WORDS.get(self.init, self.init)] if "init" in varying and self.init != "unit" else []
-        parts += [f"dₖ {self.d_k}"] if "d_k" in varying else []
-        parts += [f"lr {self.lr:g}"] if "lr" in varying else []
-        return ", ".join(parts)
+        size = f"dₖ {self.d_k}" if "d_k" in varying else ""
+        rate = f"lr {self.lr:g}" if "lr" in varying else ""
+        return name_setting(self.scale, self.init if "init" in varying else "unit", size, rate)
 
 
 def show_ablation(record: Record) -> Figure:
@@ -91,7 +88,7 @@ def _state_losses(record: Record, varying: Sequence[str]) -> str:
     best = record.tables["best"]
     ranked = sorted(best, key=lambda row: math.inf if row["final_loss_median"] is None else row["final_loss_median"])
     groups = [Group(row["scale"], row["init"], row["lr"], row["d_k"]) for row in ranked]
-    listed = ", ".join(
+    listed = "; ".join(
         f"{group.label(varying)} {name_loss(row['final_loss_median'])}"
         for group, row in zip(groups, ranked, strict=True)
     )
@@ -109,8 +106,8 @@ def show_swap(record: Record) -> Figure:
     swap = float(record.spec["start_steps"])
     series: list[Series] = []
     for name, label, colour in (
-        ("scratch", f"{policy_label(scale)} from a random start", policy_colour(scale)),
-        ("runs", f"{policy_label(start)}, then {policy_label(scale)}", policy_colour(start)),
+        ("scratch", f"{name_policy(scale)} from a random start", policy_colour(scale)),
+        ("runs", f"{name_policy(start)}, then {name_policy(scale)}", policy_colour(start)),
     ):
         runs = record.curves[name]
         dash: Dash = "dash" if name == "scratch" else "solid"
@@ -126,7 +123,7 @@ def show_swap(record: Record) -> Figure:
         (ReferenceLine(swap, "swap", "vertical"),),
     )
     return Figure(
-        f"Held-out loss: {policy_label(start)} {_stage_loss(record, 'trained')}, changed to {policy_label(scale)} "
+        f"Held-out loss: {name_policy(start)} {_stage_loss(record, 'trained')}, changed to {name_policy(scale)} "
         f"{_stage_loss(record, 'swapped')}, trained on {_stage_loss(record, 'continued')}; from a random start "
         f"{_stage_loss(record, 'scratch')}",
         (show_stages(record.tables["swap"]), curves),

@@ -32,8 +32,6 @@ _FIXED_GAIN = "#e0718f"
 # Two temperatures beside the default are told apart: warm for sharper, cool for softer.
 _SHARPER, _SOFTER = "#c0609a", "#5f7fa6"
 
-_LABELS = {"none": "no scaling", "sqrt": "1/√dₖ", "inverse": "1/dₖ"}
-
 VERDICT_COLOURS = {"holds": "#2b8a57", "wrong": "#d0342c", "depends": "#b07a00"}
 VERDICT_SYMBOLS: dict[str, Symbol] = {"holds": "circle", "wrong": "cross", "depends": "diamond"}
 VERDICT_MARKS = {"holds": "✓", "wrong": "✗", "depends": "◐"}
@@ -52,12 +50,3 @@ def policy_colour(policy: str) -> str:
         relative = float(parameter)
         return _POLICIES["sqrt"] if relative == 1.0 else _SHARPER if relative < 1.0 else _SOFTER
     return _FIXED_GAIN if name == "qk_norm" and parameter else _POLICIES.get(name, NEUTRAL)
-
-
-def policy_label(policy: str) -> str:
-    """What the legend calls a policy.
-
-    >>> policy_label("inverse")
-    '1/dₖ'
-    """
-    return _LABELS.get(policy, policy)

@@ -10,7 +10,7 @@ from typing import Any
 from sqrtdk.display import count
 from sqrtdk.records import Record, Row
 from sqrtdk.report import exercise_figures
-from sqrtdk.report.palette import ACCENT, policy_colour, policy_label
+from sqrtdk.report.palette import ACCENT, policy_colour
 from sqrtdk.report.panels import (
     Axis,
     Figure,
@@ -25,6 +25,7 @@ from sqrtdk.report.panels import (
     one_panel,
 )
 from sqrtdk.report.table import format_cell
+from sqrtdk.setting_names import name_policy
 
 _POLICIES = ("none", "sqrt", "inverse")
 _HEIGHT = 330
@@ -69,7 +70,7 @@ def show_effective_keys(record: Record) -> Figure:
     for policy in _POLICIES:
         mine = [cells[size, n, policy] for size in sizes]
         x, y = floats(sizes), floats(row["effective_keys"] for row in mine)
-        series.append(Line(x, y, policy_colour(policy), policy_label(policy), width=2.4))
+        series.append(Line(x, y, policy_colour(policy), name_policy(policy), width=2.4))
         series.append(
             Points(
                 x,
@@ -226,7 +227,7 @@ def show_gradient_spread(record: Record) -> Figure:
                 _mark(middle, y, colour, "median", "diamond"),
                 _mark(mean, y, colour, "mean", "circle"),
             ]
-            ticks.append((y, f"{policy_label(policy)}, dₖ {at[0]}, n {at[1]}"))
+            ticks.append((y, f"{name_policy(policy)}, dₖ {at[0]}, n {at[1]}"))
     return one_panel(
         _state_gradients(cells, uneven),
         Panel(

@@ -9,7 +9,8 @@ from html import escape
 from typing import Any
 
 from sqrtdk.records import Row
-from sqrtdk.report.palette import policy_colour, policy_label
+from sqrtdk.report.palette import policy_colour
+from sqrtdk.setting_names import POLICY_NAMES, name_policy
 
 _TITLES = {
     "d_k": "dₖ",
@@ -20,9 +21,7 @@ _TITLES = {
     "interval": "95% interval",
     "inside": "prediction inside",
     "law": "law (n → ∞)",
-    "none": "no scaling",
-    "sqrt": "1/√dₖ",
-    "inverse": "1/dₖ",
+    **POLICY_NAMES,
     "first_weight": "weight of x",
     "other_weight": "weight of each 0",
     "slope": "p(1 − p)",
@@ -179,7 +178,7 @@ def _render_cell(name: str, value: Any) -> str:
 
 def _render_policy(policy: str) -> str:
     dot = f'<i class="dot" style="background:{policy_colour(policy)}"></i>'
-    return f'<span class="policy">{dot}{escape(policy_label(policy))}</span>'
+    return f'<span class="policy">{dot}{escape(name_policy(policy))}</span>'
 
 
 def _render_quantity(name: str) -> str:

@@ -20,8 +20,9 @@ from sqrtdk.report.learning_figures import (
     show_stages,
     show_temperatures,
 )
-from sqrtdk.report.palette import policy_colour, policy_label
+from sqrtdk.report.palette import policy_colour
 from sqrtdk.report.panels import Axis, Figure, Line, Panel, Points, Series, floats, one_panel
+from sqrtdk.setting_names import name_policy
 
 # A model has learned if its loss is below this share of the one that training begins with.
 _LEARNED = 0.5
@@ -135,7 +136,7 @@ def show_learned(record: Record) -> Figure | None:
     named = Panel("", panel.x, Axis("learned temperature τ, in units of √dₖ"), _name_lines(panel, learned), panel.lines)
     losses = losses_of(record)
     beside = ", ".join(
-        f"{policy_label(scale) if scale == 'sqrt' else _LEARNED_WORDS.get(scale, scale)} {name_loss(loss)}"
+        f"{name_policy(scale) if scale == 'sqrt' else _LEARNED_WORDS.get(scale, scale)} {name_loss(loss)}"
         for (scale, _), loss in losses.items()
     )
     values = [value for row in learned.values() for value in row["temperature_by_layer"]]
@@ -161,7 +162,7 @@ def _name_lines(panel: Panel, learned: Mapping[Group, Any]) -> tuple[Series, ...
 
 def show_taken_away(record: Record) -> Figure:
     """The loss of every seed before and after the scale is taken away, and without it from the start."""
-    start, scale = (policy_label(str(record.spec[name])) for name in ("start_scale", "scale"))
+    start, scale = (name_policy(str(record.spec[name])) for name in ("start_scale", "scale"))
     words = {"trained": "trained", "swapped": "swapped", "continued": "trained on", "scratch": "never"}
     losses = _stage_losses(record)
     named = {stage: name_loss(loss) for stage, loss in losses.items()}
@@ -258,9 +259,7 @@ def _state_heads(shown: Mapping[Group, Sequence[float]], begins: Mapping[Group, 
     for scale in ("none", "sqrt"):
         group = next((group for group in shown if (group.scale, group.init) == (scale, "unit")), None)
         if group is not None:
-            parts.append(
-                f"with {policy_label(scale)} from {begins[group]:.2f} to {statistics.median(shown[group]):.2f}"
-            )
+            parts.append(f"with {name_policy(scale)} from {begins[group]:.2f} to {statistics.median(shown[group]):.2f}")
     return f"In training the entropy ratio H/ln n of heads goes {', '.join(parts)}"
 
 
@@ -283,7 +282,7 @@ _START_WORDS = {"unit": "q and k of variance 1", "absorbed": "smaller, q·k of v
 
 def tabulate_stages(record: Record) -> list[Row]:
     """The stages of a change of scale for readers."""
-    start, scale = (policy_label(str(record.spec[name])) for name in ("start_scale", "scale"))
+    start, scale = (name_policy(str(record.spec[name])) for name in ("start_scale", "scale"))
     words = {
         "trained": f"trained with {start}",
         "swapped": f"the same weights, {scale}",

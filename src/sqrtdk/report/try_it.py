@@ -16,8 +16,9 @@ import numpy.typing as npt
 from sqrtdk.attention import attention, attention_gradients
 from sqrtdk.errors import InvalidValueError, unknown_name
 from sqrtdk.report.counter import draw_normal
-from sqrtdk.report.palette import policy_colour, policy_label
+from sqrtdk.report.palette import policy_colour
 from sqrtdk.report.table import format_cell
+from sqrtdk.setting_names import name_policy
 
 __all__ = ["QUANTITIES", "RANGES", "TryIt", "measure_try_it", "render_try_it"]
 
@@ -143,7 +144,7 @@ def render_try_it(state: TryIt | None = None) -> str:
     )
     policies = "".join(
         f'<label><input type="radio" name="try-policy" value="{name}"{" checked" if name == state.policy else ""}> '
-        f"{policy_label(name)}</label>"
+        f"{name_policy(name)}</label>"
         for name in _EXPONENTS
     )
     rows = "".join(
@@ -165,7 +166,7 @@ def render_try_it(state: TryIt | None = None) -> str:
         '<svg class="try-weights" role="img" aria-label="Sorted softmax weights under both scales"></svg>'
         "</figure></div>"
         '<table class="try-numbers"><thead><tr><th scope="col">this draw</th><th scope="col" class="number">no scaling'
-        f'</th><th scope="col" class="number try-chosen">{policy_label(state.policy)}</th></tr></thead>'
+        f'</th><th scope="col" class="number try-chosen">{name_policy(state.policy)}</th></tr></thead>'
         f"<tbody>{rows}</tbody></table></div>"
     )
 

@@ -13,7 +13,8 @@ import numpy.typing as npt
 from sqrtdk import scales, theory
 from sqrtdk.attention import attention, attention_gradients
 from sqrtdk.exercises.expectation import expect_rows
-from sqrtdk.report.palette import policy_colour, policy_label
+from sqrtdk.report.palette import policy_colour
+from sqrtdk.setting_names import name_policy
 from sqrtdk.statistics import AttentionStatistics
 from sqrtdk.web.experiment import TRIO, Experiment, factor_of
 from sqrtdk.web.vectors import Vectors, write_python
@@ -127,7 +128,7 @@ def _measure_column(asked: Experiment, given: Vectors, name: str, product: Array
     if given.own is not None:
         values["own_weight"] = _mean(weights[np.arange(len(weights)), given.own])
     return {
-        "label": policy_label(name) if name != "chosen" else asked.label,
+        "label": name_policy(name) if name != "chosen" else asked.label,
         "colour": policy_colour(asked.policy if name == "chosen" else name),
         "engine": result.engine,
         "values": values,
@@ -247,7 +248,7 @@ def expect(asked: Experiment) -> dict[str, Any]:
 def _read(asked: Experiment, columns: Mapping[str, Any], d_k: int, n: int) -> list[str]:
     """Sentences from the numbers: how many keys count, where dₖ lies, what gradients do."""
     values = {name: column["values"] for name, column in columns.items()}
-    labels = {name: "no scaling" if name == "none" else column["label"] for name, column in columns.items()}
+    labels = {name: column["label"] for name, column in columns.items()}
     listed = [f"{_say(value['effective_keys'])} with {labels[name]}" for name, value in values.items()]
     sentences = [f"Of {n} keys a query attends to about {', '.join(listed[:-1])} and {listed[-1]} (effective keys)."]
     if asked.source == "scores":

@@ -12,7 +12,8 @@ from typing import Any
 
 from sqrtdk.errors import InvalidValueError
 from sqrtdk.lab.store import APPLICATION_ID, CURVES, STORE_VERSION
-from sqrtdk.report.palette import NEUTRAL, policy_colour, policy_label
+from sqrtdk.report.palette import NEUTRAL, policy_colour
+from sqrtdk.setting_names import name_policy
 
 MOST_RUNS = 1000
 MOST_CURVES = 64
@@ -88,7 +89,7 @@ def _describe(row: Any) -> dict[str, Any]:
         colour = policy_colour(scale)
     except ValueError:  # the parameter of a name that nobody checked
         colour = NEUTRAL
-    return {"row": row, "colour": colour, "label": policy_label(scale)}
+    return {"row": row, "colour": colour, "label": name_policy(scale)}
 
 
 def read_curves(path: Path | None, keys: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -83,7 +83,7 @@ async function expectation(mine, state) {
 }
 
 const names = () => Object.keys(answer.columns);
-const label = (name) => (name === "none" ? "no scaling" : answer.columns[name].label);
+const label = (name) => answer.columns[name].label;
 
 function render() {
   $("reading").replaceChildren(...answer.reading.map((sentence) => make("p", {}, sentence)), ...notes());
