@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -124,3 +125,34 @@ def test_errors_are_also_the_built_in_ones():
     assert all(issubclass(kind, SqrtdkError) for kind in (InvalidValueError, InvalidTypeError, MissingExtraError))
     assert 'pip install "sqrtdk[torch]"' in str(missing_extra("torch", "torch"))
     assert str(unknown_name("task", "x", ["b", "a"])) == "unknown task 'x'; known: a, b"
+
+
+def test_a_notebook_shows_the_first_table_and_the_sentences():
+    rows = [{"d_k": 4, "scale": "none", "spread": 1.5}, {"d_k": 64, "scale": "sqrt", "spread": math.nan}]
+    record = Record("variance", {}, {"variance": rows, "more": [{"x": 1}]}, reading=["It is 1.", "It stays 1."])
+    texts = re.findall(r">([^<]+)<", record._repr_html_())
+    assert texts == [
+        "Record of variance: variance (2 rows), more (1 row)",
+        *("dₖ", "scaling", "spread", "4", "none", "1.5", "64", "sqrt", "–"),
+        *("It is 1.", "It stays 1."),
+    ]
+    assert repr(record) == "Record of variance: variance (2 rows), more (1 row)\nIt is 1.\nIt stays 1."
+
+
+def test_what_a_notebook_shows_is_short_whatever_the_record_holds():
+    rows = [{"seed": seed, "temperatures": list(range(1000))} for seed in range(1000)]
+    record = Record("ablation", {}, {"runs": rows}, curves={"runs": list(range(10**5))})
+    assert len(record._repr_html_()) < 10_000
+    assert len(repr(record)) < 100
+    assert record._repr_html_().count("<tr>") == 18
+    ragged = Record("x", {}, {"t": [{"a": 1}, {"b": 2}]})
+    assert ragged._repr_html_().count("<td") == 4
+    assert Record("x", {}, {})._repr_html_() == "<div>Record of x: no tables</div>"
+    assert Record("x", {}, {"t": []})._repr_html_() == "<div>Record of x: t (0 rows)</div>"
+
+
+def test_markup_in_a_record_is_text():
+    evil = "<img src=x onerror=alert(1)>"
+    shown = Record(evil, {}, {evil: [{evil: evil}]}, reading=[evil])._repr_html_()
+    assert "<img" not in shown
+    assert shown.count("&lt;img src=x") == 5

@@ -11,12 +11,13 @@ import pytest
 
 from example_records import NASTY, every_kind, make_ablation, make_claims
 from sqrtdk.audits.shipped import read_shipped
+from sqrtdk.cells import format_cell, title_column
 from sqrtdk.errors import InvalidTypeError, InvalidValueError
 from sqrtdk.records import spec_hash
 from sqrtdk.report import render_report, write_report
 from sqrtdk.report.answer import answer
 from sqrtdk.report.story import SECTIONS
-from sqrtdk.report.table import format_cell, render_table, render_text, title_column
+from sqrtdk.report.table import render_table, render_text
 
 VOID = ("meta", "br", "input")
 

@@ -9,9 +9,12 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from sqrtdk.cells import format_cell, is_number, title_column
+from sqrtdk.display import Table, count
 from sqrtdk.errors import InvalidTypeError, InvalidValueError
 
 SCHEMA_VERSION = 1
@@ -22,6 +25,10 @@ _OWN_FIELDS = (
     *("kind", "schema_version", "spec", "spec_hash", "versions", "cpu"),
     *("scalars", "curves", "reading", "headline"),
 )
+
+
+# Of a cell that a notebook shows: a list of a thousand numbers is no table.
+_MOST_LETTERS = 160
 
 
 def spec_hash(spec: Mapping[str, Any]) -> str:
@@ -55,7 +62,7 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Record:
     """One finished computation, ready to print, plot or store; what it holds are plain JSON values from the start.
 
@@ -99,6 +106,24 @@ class Record:
         if taken:
             raise InvalidValueError(f"tables must not be named like the record's own fields, got {taken}")
 
+    def __repr__(self) -> str:
+        return "\n".join([self._title(), *self.reading])
+
+    def _repr_html_(self) -> str:
+        return "".join([self._table().as_html(), *(Table(sentence, (), []).as_html() for sentence in self.reading)])
+
+    def _title(self) -> str:
+        sizes = [f"{name} ({count(len(rows), 'row')})" for name, rows in self.tables.items()]
+        return f"Record of {self.kind}: {', '.join(sizes) or 'no tables'}"
+
+    def _table(self) -> Table:
+        """The headline table, all of its columns."""
+        rows = next(iter(self.tables.values()), [])
+        columns = list(dict.fromkeys(name for row in rows for name in row))
+        cells = [tuple(_shorten(format_cell(row.get(name), name)) for name in columns) for row in rows]
+        texts = takewhile(lambda name: not all(is_number(row.get(name)) for row in rows), columns)
+        return Table(self._title(), tuple(map(title_column, columns)), cells, left=len(list(texts)))
+
     def as_json(self) -> dict[str, Any]:
         """The record as plain JSON values of its own: each table under its name, beside what the record says of itself.
 
@@ -139,6 +164,10 @@ class Record:
         del own["schema_version"]
         own.pop("spec_hash", None)
         return cls(tables={name: rows for name, rows in content.items() if name not in _OWN_FIELDS}, **own)
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= _MOST_LETTERS else f"{text[: _MOST_LETTERS - 1]}…"
 
 
 def _without_numpy(value: Any) -> Any:

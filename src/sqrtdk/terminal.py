@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from sqrtdk.cells import format_cell, is_number, title_column
 from sqrtdk.records import Record, Row
-from sqrtdk.report.table import format_cell, is_number, title_column
 from sqrtdk.spelling import spell, takes_everything
 
 _VERDICT_STYLES = {"holds": "green", "wrong": "red", "depends": "yellow"}

@@ -10,6 +10,7 @@ from typing import Any
 
 from sqrtdk.audits import Audit
 from sqrtdk.audits.shipped import read_shipped
+from sqrtdk.cells import format_cell
 from sqrtdk.errors import InvalidTypeError, InvalidValueError, unknown_name
 from sqrtdk.records import Record, spec_hash
 from sqrtdk.report.answer import answer
@@ -20,7 +21,7 @@ from sqrtdk.report.plotly_renderer import render_fragment
 from sqrtdk.report.shell import wrap_page
 from sqrtdk.report.story import SECTIONS, Chapter, Exhibit, Material, tell
 from sqrtdk.report.story_figures import show_effective_keys
-from sqrtdk.report.table import format_cell, render_table, render_text
+from sqrtdk.report.table import render_table, render_text
 from sqrtdk.report.training_figures import compares_scaling
 from sqrtdk.report.try_it import render_try_it
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from sqrtdk.cells import format_cell
 from sqrtdk.display import count
 from sqrtdk.records import Record, Row
 from sqrtdk.report import exercise_figures
@@ -24,7 +25,6 @@ from sqrtdk.report.panels import (
     name_ticks,
     one_panel,
 )
-from sqrtdk.report.table import format_cell
 from sqrtdk.setting_names import name_policy
 
 _POLICIES = ("none", "sqrt", "inverse")

@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from sqrtdk.attention import attention, attention_gradients
+from sqrtdk.cells import format_cell
 from sqrtdk.errors import InvalidValueError, unknown_name
 from sqrtdk.report.counter import draw_normal
 from sqrtdk.report.palette import policy_colour
-from sqrtdk.report.table import format_cell
 from sqrtdk.setting_names import name_policy
 
 __all__ = ["QUANTITIES", "RANGES", "TryIt", "measure_try_it", "render_try_it"]
