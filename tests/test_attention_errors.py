@@ -1,5 +1,7 @@
 """Every wrong call raises a `SqrtdkError` that names the argument, what was expected and what came."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -29,29 +31,29 @@ class NotFinite(scales.Policy):
 
 VALUE, TYPE = ValueError, TypeError
 WRONG = {
-    "rank of query": ({"q": np.ones(8)}, VALUE, r"query must have shape \[\.\.\., H, L, D\] or \[L, D\], got \(8,\)"),
-    "no features": ({"q": np.ones((2, 4, 5, 0))}, VALUE, r"query must have at least one feature .*\(2, 4, 5, 0\)"),
-    "rank of key": ({"k": K[0]}, VALUE, r"key must have 4 axes like query, got shape \(2, 6, 8\)"),
-    "rank of value": ({"v": V[0]}, VALUE, r"value must have 4 axes like query, got shape \(2, 6, 3\)"),
-    "batch of key": ({"k": K[:1]}, VALUE, r"key must have the leading axes \(2,\) of query, got shape \(1, 2, 6, 8\)"),
-    "d_k": ({"k": K[..., :7]}, VALUE, r"key must have shape \[\.\.\., G, S, 8\] \(8 from query\), got \(2, 2, 6, 7\)"),
+    "rank of query": ({"q": np.ones(8)}, VALUE, r"q must have shape \[\.\.\., H, L, D\] or \[L, D\], got \(8,\)"),
+    "no features": ({"q": np.ones((2, 4, 5, 0))}, VALUE, r"q must have at least one feature .*\(2, 4, 5, 0\)"),
+    "rank of key": ({"k": K[0]}, VALUE, r"k must have 4 axes like q, got shape \(2, 6, 8\)"),
+    "rank of value": ({"v": V[0]}, VALUE, r"v must have 4 axes like q, got shape \(2, 6, 3\)"),
+    "batch of key": ({"k": K[:1]}, VALUE, r"k must have the leading axes \(2,\) of q, got shape \(1, 2, 6, 8\)"),
+    "d_k": ({"k": K[..., :7]}, VALUE, r"k must have shape \[\.\.\., G, S, 8\] \(8 from q\), got \(2, 2, 6, 7\)"),
     "length of value": (
         {"v": V[:, :, :5]},
         VALUE,
-        r"value must have shape \[\.\.\., G, 6, V\] \(6 keys from key\), got",
+        r"v must have shape \[\.\.\., G, 6, V\] \(6 keys from k\), got",
     ),
-    "heads of value": ({"v": V[:, :1]}, VALUE, r"value must have 2 heads like key, got shape \(2, 1, 6, 3\)"),
+    "heads of value": ({"v": V[:, :1]}, VALUE, r"v must have 2 heads like k, got shape \(2, 1, 6, 3\)"),
     "heads not a multiple": (
         {"q": Q[:, :3]},
         VALUE,
-        r"query must have a multiple of key's 2 heads, got 3 heads in shape",
+        r"q must have a multiple of k's 2 heads, got 3 heads in shape",
     ),
-    "no key heads": ({"k": K[:, :0], "v": V[:, :0]}, VALUE, r"a multiple of key's 0 heads, got 4 heads"),
-    "integers": ({"q": Q.astype(int)}, TYPE, r"query must be a float16, bfloat16, float32 or float64 array, got int64"),
-    "complex": ({"v": V.astype(complex)}, TYPE, r"value must be a float16, .* array, got complex128"),
-    "text": ({"k": "abc"}, TYPE, r"key must be a float16, .* array, got <U3"),
-    "None": ({"k": None}, TYPE, r"key must be a float16, .* array, got object"),
-    "ragged lists": ({"q": [[1.0, 2.0], [1.0]]}, VALUE, r"query must be an array or nested lists of one shape"),
+    "no key heads": ({"k": K[:, :0], "v": V[:, :0]}, VALUE, r"a multiple of k's 0 heads, got 4 heads"),
+    "integers": ({"q": Q.astype(int)}, TYPE, r"q must be a float16, bfloat16, float32 or float64 array, got int64"),
+    "complex": ({"v": V.astype(complex)}, TYPE, r"v must be a float16, .* array, got complex128"),
+    "text": ({"k": "abc"}, TYPE, r"k must be a float16, .* array, got <U3"),
+    "None": ({"k": None}, TYPE, r"k must be a float16, .* array, got object"),
+    "ragged lists": ({"q": [[1.0, 2.0], [1.0]]}, VALUE, r"q must be an array or nested lists of one shape"),
     "mixed dtypes": ({"k": K.astype(np.float32)}, TYPE, r"must have one dtype, got float64, float32 and float64"),
     "causal of text": ({"causal": "yes"}, TYPE, r"causal must be True or False, got 'yes'"),
     "causal of a number": ({"causal": 1}, TYPE, r"causal must be True or False, got 1"),
@@ -137,10 +139,23 @@ def test_wrong_calls_name_the_argument_the_expectation_and_what_came(name):
         np.testing.assert_array_equal(call[key], value)
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize(
+    "wrong", [None, np.ones(8), np.ones((2, 2, 6, 8), int), np.ones((3, 2, 6, 8)), np.ones((6, 8))]
+)
+def test_a_wrong_array_has_the_name_that_it_was_passed_by(name, wrong):
+    call = {"q": K, "k": K, "v": K} | {name: wrong}
+    for function, extra in ((attention, {}), (attention_gradients, {"grad_output": K})):
+        with pytest.raises(SqrtdkError) as raised:
+            function(**call, **extra)
+        assert re.search(rf"\b{name}\b", str(raised.value))
+        assert not re.search(r"\b(query|key|value)\b", str(raised.value))
+
+
 def test_wrong_output_gradients_are_named():
     with pytest.raises(ValueError, match=r"grad_output must have the output's shape \(2, 4, 5, 3\), got \(4, 5, 3\)"):
         attention_gradients(Q, K, V, np.ones((4, 5, 3)))
-    with pytest.raises(TypeError, match=r"grad_output must have the dtype of query, float64, got float32"):
+    with pytest.raises(TypeError, match=r"grad_output must have the dtype of q, float64, got float32"):
         attention_gradients(Q, K, V, np.ones((2, 4, 5, 3), np.float32))
     with pytest.raises(TypeError, match=r"grad_output must be a float16, .* got int64"):
         attention_gradients(Q, K, V, np.ones((2, 4, 5, 3), int))
@@ -171,9 +186,9 @@ def test_a_policy_without_a_factor_is_told_so():
 
 def test_two_dimensional_calls_speak_of_two_dimensions():
     q = np.ones((5, 8))
-    with pytest.raises(SqrtdkError, match=r"key must have shape \[S, 8\] \(8 from query\), got \(6, 7\)"):
+    with pytest.raises(SqrtdkError, match=r"k must have shape \[S, 8\] \(8 from q\), got \(6, 7\)"):
         attention(q, np.ones((6, 7)), np.ones((6, 2)))
-    with pytest.raises(SqrtdkError, match=r"value must have shape \[6, V\] \(6 keys from key\), got \(5, 2\)"):
+    with pytest.raises(SqrtdkError, match=r"v must have shape \[6, V\] \(6 keys from k\), got \(5, 2\)"):
         attention(q, np.ones((6, 8)), np.ones((5, 2)))
     one_per_row = attention(q, np.ones((6, 8)), np.ones((6, 2)), scale=np.ones(5))
     assert one_per_row.output.shape == (5, 2)

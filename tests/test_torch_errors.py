@@ -1,7 +1,9 @@
 """Every wrong call of the tensor layer raises a `SqrtdkError` that names argument, expectation and what came."""
 
+import re
 import subprocess
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import sqrtdk
 from sqrtdk import SqrtdkError, scales
 from sqrtdk.errors import SqrtdkWarning
 from sqrtdk.torch import attention, scaled_dot_product_attention
+from sqrtdk.torch.huggingface import attend
 from sqrtdk.torch.scale_protocol import LearnableScale
 from torch_cases import ON_THE_BEST_AND_THE_REFERENCE
 
@@ -41,31 +44,31 @@ class LearnsNothing(LearnableScale):
 WRONG = {
     "causal of text": ({"causal": "yes"}, TYPE, r"causal must be True or False, got 'yes'"),
     "an offset that hides nothing": ({"causal_offset": 1}, VALUE, r"causal_offset must come with causal=True"),
-    "array": ({"q": np.ones((2, 4, 5, 8))}, TYPE, r"query must be a .*tensor.*, got .*ndarray"),
-    "None": ({"k": None}, TYPE, r"key must be a .*tensor.*, got .*None"),
-    "integers": ({"q": Q.long()}, TYPE, r"query must be .*float16, .* or float64.*, got torch.int64"),
-    "complex": ({"v": V.to(torch.complex64)}, TYPE, r"value must be .*float16, .* or float64.*, got torch.complex64"),
-    "float8": ({"k": K.to(torch.float8_e4m3fn)}, TYPE, r"key must be .*float16, .* or float64.*, got torch.float8"),
+    "array": ({"q": np.ones((2, 4, 5, 8))}, TYPE, r"q must be a .*tensor.*, got .*ndarray"),
+    "None": ({"k": None}, TYPE, r"k must be a .*tensor.*, got .*None"),
+    "integers": ({"q": Q.long()}, TYPE, r"q must be .*float16, .* or float64.*, got torch.int64"),
+    "complex": ({"v": V.to(torch.complex64)}, TYPE, r"v must be .*float16, .* or float64.*, got torch.complex64"),
+    "float8": ({"k": K.to(torch.float8_e4m3fn)}, TYPE, r"k must be .*float16, .* or float64.*, got torch.float8"),
     "mixed dtypes": ({"k": K.double()}, TYPE, r"must have one dtype, got .*float32.*float64.*float32"),
-    "mixed devices": ({"v": V.to("meta")}, TYPE, r"value must be on query's device cpu, got meta"),
-    "sparse": ({"k": K.to_sparse()}, TYPE, r"key must be .*(dense|strided).*, got .*sparse"),
+    "mixed devices": ({"v": V.to("meta")}, TYPE, r"v must be on q's device cpu, got meta"),
+    "sparse": ({"k": K.to_sparse()}, TYPE, r"k must be .*(dense|strided).*, got .*sparse"),
     "rank of query": (
         {"q": torch.ones(8)},
         VALUE,
-        r"query must have shape \[\.\.\., H, L, D\] or \[L, D\], got \(8,\)",
+        r"q must have shape \[\.\.\., H, L, D\] or \[L, D\], got \(8,\)",
     ),
-    "no features": ({"q": torch.ones(2, 4, 5, 0)}, VALUE, r"query must have at least one feature .*\(2, 4, 5, 0\)"),
-    "rank of key": ({"k": K[0]}, VALUE, r"key must have 4 axes like query, got shape \(2, 6, 8\)"),
-    "rank of value": ({"v": V[0]}, VALUE, r"value must have 4 axes like query, got shape \(2, 6, 3\)"),
-    "batch of key": ({"k": K[:1]}, VALUE, r"key must have the leading axes \(2,\) of query, got shape \(1, 2, 6, 8\)"),
-    "d_k": ({"k": K[..., :7]}, VALUE, r"key must have shape \[\.\.\., G, S, 8\] \(8 from query\), got \(2, 2, 6, 7\)"),
+    "no features": ({"q": torch.ones(2, 4, 5, 0)}, VALUE, r"q must have at least one feature .*\(2, 4, 5, 0\)"),
+    "rank of key": ({"k": K[0]}, VALUE, r"k must have 4 axes like q, got shape \(2, 6, 8\)"),
+    "rank of value": ({"v": V[0]}, VALUE, r"v must have 4 axes like q, got shape \(2, 6, 3\)"),
+    "batch of key": ({"k": K[:1]}, VALUE, r"k must have the leading axes \(2,\) of q, got shape \(1, 2, 6, 8\)"),
+    "d_k": ({"k": K[..., :7]}, VALUE, r"k must have shape \[\.\.\., G, S, 8\] \(8 from q\), got \(2, 2, 6, 7\)"),
     "length of value": (
         {"v": V[:, :, :5]},
         VALUE,
-        r"value must have shape \[\.\.\., G, 6, V\] \(6 keys from key\), got",
+        r"v must have shape \[\.\.\., G, 6, V\] \(6 keys from k\), got",
     ),
-    "heads of value": ({"v": V[:, :1]}, VALUE, r"value must have 2 heads like key, got shape \(2, 1, 6, 3\)"),
-    "heads not a multiple": ({"q": Q[:, :3]}, VALUE, r"query must have a multiple of key's 2 heads, got 3 heads"),
+    "heads of value": ({"v": V[:, :1]}, VALUE, r"v must have 2 heads like k, got shape \(2, 1, 6, 3\)"),
+    "heads not a multiple": ({"q": Q[:, :3]}, VALUE, r"q must have a multiple of k's 2 heads, got 3 heads"),
     "mask shape": ({"mask": torch.ones(5, 5).bool()}, VALUE, r"mask must broadcast to .*\(2, 4, 5, 6\), got \(5, 5\)"),
     "mask rank": ({"mask": torch.ones(1, 2, 4, 5, 6).bool()}, VALUE, r"mask must broadcast to .*\(1, 2, 4, 5, 6\)"),
     "mask integers": ({"mask": torch.ones(5, 6).int()}, TYPE, r"mask must be boolean .* additive float, got .*int32"),
@@ -73,7 +76,7 @@ WRONG = {
     "mask elsewhere": (
         {"mask": torch.ones(5, 6, device="meta")},
         TYPE,
-        r"mask must be on query's device cpu, got meta",
+        r"mask must be on the queries' device cpu, got meta",
     ),
     "NaN scale": ({"scale": np.nan}, VALUE, r"scale must be finite, got nan"),
     "infinite scale": ({"scale": -np.inf}, VALUE, r"scale must be finite, got -inf"),
@@ -90,7 +93,7 @@ WRONG = {
     "scale elsewhere": (
         {"scale": torch.ones(4, 1, device="meta")},
         TYPE,
-        r"scale must be on query's device cpu, got meta",
+        r"scale must be on the queries' device cpu, got meta",
     ),
     "unknown policy": ({"scale": "sqr"}, VALUE, r"unknown scaling policy 'sqr'; known: cosine, fixed, inverse"),
     "policy's shape": ({"scale": NeedsThree()}, VALUE, r"factor of policy needs_three must broadcast to .* got \(3,\)"),
@@ -110,7 +113,7 @@ WRONG = {
     "sinks elsewhere": (
         {"sinks": torch.ones(4, device="meta")},
         TYPE,
-        r"sinks must be on query's device cpu, got meta",
+        r"sinks must be on the queries' device cpu, got meta",
     ),
     "dropout −0.1": ({"dropout": -0.1}, VALUE, r"dropout must lie in \[0, 1\], got -0.1"),
     "dropout 1.1": ({"dropout": 1.1}, VALUE, r"dropout must lie in \[0, 1\], got 1.1"),
@@ -169,6 +172,48 @@ def test_the_drop_in_names_its_own_arguments(change, kind, text):
     assert isinstance(raised.value, kind)
 
 
+WRONG_TENSORS = {
+    "no tensor": None,
+    "rank": torch.ones(8),
+    "integers": torch.ones(2, 2, 6, 8, dtype=torch.int64),
+    "batch": torch.ones(3, 2, 6, 8),
+    "axes": torch.ones(6, 8),
+    "dtype": torch.ones(2, 2, 6, 8, dtype=torch.float64),
+    "device": torch.ones(2, 2, 6, 8, device="meta"),
+}
+
+
+OURS, TORCHS = ("q", "k", "v"), ("query", "key", "value")
+
+
+def explain(function, names, name, wrong):
+    """The words of the error of a call in which one tensor is wrong."""
+    with pytest.raises(SqrtdkError) as raised:
+        function(**dict.fromkeys(names, K) | {name: WRONG_TENSORS[wrong]})
+    return set(re.findall(r"\w+", str(raised.value)))
+
+
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("wrong", WRONG_TENSORS)
+def test_a_wrong_tensor_has_the_name_that_it_was_passed_by(wrong, place):
+    words = explain(attention, OURS, OURS[place], wrong)
+    assert OURS[place] in words
+    assert not words & set(TORCHS)
+    if wrong != "axes":  # those the drop-in broadcasts, as torch does
+        words = explain(scaled_dot_product_attention, TORCHS, TORCHS[place], wrong)
+        assert TORCHS[place] in words
+        assert not words & set(OURS)
+    if wrong not in ("no tensor", "rank"):  # which no model passes
+        words = explain(partial(attend, torch.nn.Module(), attention_mask=None), TORCHS, TORCHS[place], wrong)
+        assert TORCHS[place] in words
+        assert not words & set(OURS)
+
+
+def test_a_model_reads_the_name_of_its_mask():
+    with pytest.raises(SqrtdkError, match=r"attention_mask must broadcast to .* got \(2, 2, 5, 5\)"):
+        attend(torch.nn.Module(), K, K, K, torch.ones(2, 2, 5, 5).bool())
+
+
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
 def test_on_the_cpu_a_scale_or_sink_tensor_must_be_finite(poison):
     with pytest.raises(ValueError, match=r"(?s)scale must be finite, got .*(nan|inf)"):
@@ -188,7 +233,7 @@ def test_a_causal_bias_of_torch_is_refused_for_its_elements_mean_nothing():
 
 def test_nested_tensors_are_refused():
     nested = torch.nested.nested_tensor([torch.ones(4, 5, 8), torch.ones(4, 3, 8)], layout=torch.jagged)
-    with pytest.raises(SqrtdkError, match=r"query must be .*, got .*(nested|jagged)"):
+    with pytest.raises(SqrtdkError, match=r"q must be .*, got .*(nested|jagged)"):
         attention(nested, K, V)
 
 
@@ -199,7 +244,7 @@ def test_a_module_without_a_factor_is_told_so():
 
 def test_two_dimensional_calls_speak_of_two_dimensions():
     q = torch.ones(5, 8)
-    with pytest.raises(SqrtdkError, match=r"key must have shape \[S, 8\] \(8 from query\), got \(6, 7\)"):
+    with pytest.raises(SqrtdkError, match=r"k must have shape \[S, 8\] \(8 from q\), got \(6, 7\)"):
         attention(q, torch.ones(6, 7), torch.ones(6, 2))
     assert attention(q, torch.ones(6, 8), torch.ones(6, 2), scale=torch.ones(5)).output.shape == (5, 2)
 
@@ -241,7 +286,7 @@ def test_without_torch_the_error_names_the_extra():
 
 def test_a_tensor_with_a_gradient_is_not_taken_for_an_array():
     q = torch.zeros(3, 4, requires_grad=True)
-    with pytest.raises(SqrtdkError, match=r"query must be an array, got Tensor .*sqrtdk\.torch\.attention") as raised:
+    with pytest.raises(SqrtdkError, match=r"q must be an array, got Tensor .*sqrtdk\.torch\.attention") as raised:
         sqrtdk.attention(q, q, q)
     assert isinstance(raised.value, TypeError)
 

@@ -18,6 +18,10 @@ Array = npt.NDArray[Any]
 Window = tuple[int | None, int | None]
 ScaleLike = float | npt.ArrayLike | str | Policy | None
 
+Names = tuple[str, str, str]
+QKV: Names = ("q", "k", "v")
+"""What `attention` calls queries, keys and values; errors name an argument as the caller's signature does."""
+
 
 def validate(
     q: npt.ArrayLike,
@@ -36,8 +40,9 @@ def validate(
     This runs before every call of the kernel: what is usual (arrays, the default scale, no mask) must cost little.
     """
     query, key, value = _validate_arrays(q, k, v)
-    shape, keys = query.shape, key.shape[-2]
+    shape = query.shape
     heads = validate_shapes(shape, key.shape, value.shape)
+    keys = key.shape[-2]
     band = ALIGNED if shape[-2] == keys else OPEN
     if causal is not False or window is not None or causal_offset is not None:
         asks = isinstance(scale, str | Policy)
@@ -109,10 +114,10 @@ def as_float_array(name: str, value: npt.ArrayLike) -> Array:
 def _validate_arrays(q: npt.ArrayLike, k: npt.ArrayLike, v: npt.ArrayLike) -> tuple[Array, Array, Array]:
     if type(q) is type(k) is type(v) is np.ndarray and q.dtype is k.dtype is v.dtype and q.dtype in _CODES:
         return q, k, v
-    query, key, value = as_float_array("query", q), as_float_array("key", k), as_float_array("value", v)
+    query, key, value = (as_float_array(name, array) for name, array in zip(QKV, (q, k, v), strict=True))
     if not query.dtype == key.dtype == value.dtype:
         raise InvalidTypeError(
-            "query, key and value must have one dtype, "
+            "q, k and v must have one dtype, "
             f"got {query.dtype}, {key.dtype} and {value.dtype}; convert them with .astype"
         )
     return query, key, value
@@ -129,13 +134,13 @@ def float_code(dtype: np.dtype[Any]) -> int:
     return _CODES[dtype]
 
 
-def validate_shapes(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...]) -> int:
+def validate_shapes(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...], names: Names = QKV) -> int:
     """The number of query heads, if the three shapes fit together."""
     rank = len(query)
     alike = key == query == value  # one comparison instead of many, and the usual case
     if rank >= 2 and query[-1] > 0 and (alike or _fit(query, key, value)):
         return 1 if rank == 2 else query[-3]
-    raise _explain_shapes(query, key, value)
+    raise _explain_shapes(query, key, value, names)
 
 
 def _fit(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...]) -> bool:
@@ -150,28 +155,31 @@ def _fit(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...]) -
     return False
 
 
-def _explain_shapes(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...]) -> InvalidValueError:
+def _explain_shapes(
+    query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...], names: Names
+) -> InvalidValueError:
     """What is wrong with shapes that do not fit, the first thing first."""
     query, key, value = tuple(query), tuple(key), tuple(value)
+    q, k, v = names
     if len(query) < 2:
-        return InvalidValueError(f"query must have shape [..., H, L, D] or [L, D], got {query}")
+        return InvalidValueError(f"{q} must have shape [..., H, L, D] or [L, D], got {query}")
     if query[-1] == 0:
-        return InvalidValueError(f"query must have at least one feature (D ≥ 1), got shape {query}")
+        return InvalidValueError(f"{q} must have at least one feature (D ≥ 1), got shape {query}")
     d_k = query[-1]
     head = "..., G, " if len(query) > 2 else ""
-    for name, shape in (("key", key), ("value", value)):
+    for name, shape in ((k, key), (v, value)):
         if len(shape) != len(query):
-            return InvalidValueError(f"{name} must have {len(query)} axes like query, got shape {shape}")
+            return InvalidValueError(f"{name} must have {len(query)} axes like {q}, got shape {shape}")
         if shape[:-3] != query[:-3]:
-            return InvalidValueError(f"{name} must have the leading axes {query[:-3]} of query, got shape {shape}")
+            return InvalidValueError(f"{name} must have the leading axes {query[:-3]} of {q}, got shape {shape}")
     if key[-1] != d_k:
-        return InvalidValueError(f"key must have shape [{head}S, {d_k}] ({d_k} from query), got {key}")
+        return InvalidValueError(f"{k} must have shape [{head}S, {d_k}] ({d_k} from {q}), got {key}")
     if value[-2] != key[-2]:
-        return InvalidValueError(f"value must have shape [{head}{key[-2]}, V] ({key[-2]} keys from key), got {value}")
+        return InvalidValueError(f"{v} must have shape [{head}{key[-2]}, V] ({key[-2]} keys from {k}), got {value}")
     if value[-3] != key[-3]:
-        return InvalidValueError(f"value must have {key[-3]} heads like key, got shape {value}")
+        return InvalidValueError(f"{v} must have {key[-3]} heads like {k}, got shape {value}")
     return InvalidValueError(
-        f"query must have a multiple of key's {key[-3]} heads, got {query[-3]} heads in shape {query}"
+        f"{q} must have a multiple of {k}'s {key[-3]} heads, got {query[-3]} heads in shape {query}"
     )
 
 

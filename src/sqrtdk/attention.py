@@ -214,7 +214,7 @@ def attention_gradients(
         raise InvalidValueError(f"grad_output must have the output's shape {expected}, got {grad.shape}")
     dtype = call.query.dtype
     if grad.dtype != dtype:
-        raise InvalidTypeError(f"grad_output must have the dtype of query, {dtype}, got {grad.dtype}")
+        raise InvalidTypeError(f"grad_output must have the dtype of q, {dtype}, got {grad.dtype}")
     plan, slopes = backends.plan(), Slopes(grad)
     engine = _choose(call, slopes, plan)
     ready = call if call.policy is None else _prepare(call, engine)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from sqrtdk.arguments import Window, require_flag, validate_band, validate_shapes, validate_softcap
+from sqrtdk.arguments import QKV, Names, Window, require_flag, validate_band, validate_shapes, validate_softcap
 from sqrtdk.attention import Attention
 from sqrtdk.call import ALIGNED, OPEN, Band, Call, Wanted, as_truth
 from sqrtdk.errors import InvalidTypeError
@@ -36,11 +36,13 @@ class Dialect(NamedTuple):
     """How a caller names its arguments, and what its signature means by them.
 
     Args:
-        mask, causal, dropout: the names, for errors.
+        tensors: the names of queries, keys and values, for errors.
+        mask, causal, dropout: those of further arguments.
         broadcasts: None; or leading axes broadcast as torch has it: "heads" too, or all but "grouped" ones.
         starts_aligned: causal means key j ≤ i whatever L and S.
     """
 
+    tensors: Names = QKV
     mask: str = "mask"
     causal: str = "causal"
     dropout: str = "dropout"
@@ -51,8 +53,9 @@ class Dialect(NamedTuple):
 _new_tuple = tuple.__new__
 
 OURS = Dialect()
-TORCHS = Dialect("attn_mask", "is_causal", "dropout_p", "heads", True)
+TORCHS = Dialect(("query", "key", "value"), "attn_mask", "is_causal", "dropout_p", "heads", True)
 TORCHS_GROUPED = TORCHS._replace(broadcasts="grouped")
+MODELS = Dialect(TORCHS.tensors, "attention_mask")
 
 
 def compute(
@@ -98,10 +101,10 @@ def compute(
             result = _new_tuple(Attention, (output, described, None))  # half the time of Attention(...)
             result.engine = TENSOR_KERNEL.name
             return result
-    q, k, v = require_tensors(*cast_for_autocast(q, k, v))
+    q, k, v = require_tensors(*cast_for_autocast(q, k, v), dialect.tensors)
     if dialect.broadcasts is not None and (q.shape[:-2] != k.shape[:-2] or k.shape[:-2] != v.shape[:-2]):
         q, k, v = broadcast_heads(q, k, v, dialect.broadcasts == "grouped")
-    heads = validate_shapes(q.shape, k.shape, v.shape)
+    heads = validate_shapes(q.shape, k.shape, v.shape, dialect.tensors)
     band = _find_band(q, k, scale, causal, causal_offset, window, dialect)
     if mask is not None:
         mask = require_mask(mask, q, (*q.shape[:-3], heads, q.shape[-2], k.shape[-2]), dialect.mask)

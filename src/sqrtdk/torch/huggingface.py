@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sqrtdk.errors import InvalidTypeError, InvalidValueError, MissingExtraError, missing_extra
-from sqrtdk.torch.compute import compute
+from sqrtdk.torch.compute import MODELS, compute
 
 # What a model hands to the attention function in place of a mask. Ignoring one of them would give another operation.
 _NOT_UNDERSTOOD = {
@@ -203,6 +203,7 @@ def attend(
         sinks=s_aux,
         weights=_wants_weights(kwargs),
         dropout=dropout,
+        dialect=MODELS,
         **visible,
     )
     return result.output.transpose(1, 2).contiguous(), result.weights

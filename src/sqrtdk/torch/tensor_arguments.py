@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sqrtdk.arguments import require_mask_shape, require_scale_shape, require_sinks_shape
+from sqrtdk.arguments import Names, require_mask_shape, require_scale_shape, require_sinks_shape
 from sqrtdk.errors import InvalidTypeError, InvalidValueError
 
 _broadcast_shapes: Any = torch.broadcast_shapes
@@ -22,8 +22,8 @@ def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
     return torch.autocast(tensor.device.type, enabled=False) if is_autocast_on(tensor) else nullcontext()
 
 
-def require_tensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Three dense tensors of one floating dtype on one device."""
+def require_tensors(q: Tensor, k: Tensor, v: Tensor, names: Names) -> tuple[Tensor, Tensor, Tensor]:
+    """Three dense tensors of one floating dtype on one device; `names` is what the caller's signature calls them."""
     dtype = getattr(q, "dtype", None)
     if (
         isinstance(q, Tensor)
@@ -36,12 +36,12 @@ def require_tensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Te
         and not (q.is_nested or k.is_nested or v.is_nested)
     ):
         return q, k, v
-    raise _explain_tensors(q, k, v)
+    raise _explain_tensors(q, k, v, names)
 
 
-def _explain_tensors(q: Any, k: Any, v: Any) -> InvalidTypeError:
+def _explain_tensors(q: Any, k: Any, v: Any, names: Names) -> InvalidTypeError:
     """What is wrong with tensors that do not fit, the first thing first."""
-    named = {"query": q, "key": k, "value": v}
+    named = dict(zip(names, (q, k, v), strict=True))
     for name, tensor in named.items():
         if not isinstance(tensor, Tensor):
             return InvalidTypeError(
@@ -53,9 +53,10 @@ def _explain_tensors(q: Any, k: Any, v: Any) -> InvalidTypeError:
             return InvalidTypeError(f"{name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}")
     for name, tensor in named.items():
         if tensor.device != q.device:
-            return InvalidTypeError(f"{name} must be on query's device {q.device}, got {tensor.device}")
+            return InvalidTypeError(f"{name} must be on {names[0]}'s device {q.device}, got {tensor.device}")
     return InvalidTypeError(
-        f"query, key and value must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}; convert them with .to"
+        f"{names[0]}, {names[1]} and {names[2]} must have one dtype, "
+        f"got {q.dtype}, {k.dtype} and {v.dtype}; convert them with .to"
     )
 
 
@@ -111,7 +112,7 @@ def require_mask(mask: Tensor, q: Tensor, shape: tuple[int, ...], name: str = "m
 
 def _require_place(name: str, tensor: Tensor, q: Tensor) -> None:
     if tensor.device != q.device:
-        raise InvalidTypeError(f"{name} must be on query's device {q.device}, got {tensor.device}")
+        raise InvalidTypeError(f"{name} must be on the queries' device {q.device}, got {tensor.device}")
     if tensor.is_nested or tensor.layout != torch.strided:
         raise InvalidTypeError(f"{name} must be a dense strided tensor, got {_name_layout(tensor)}")
 
