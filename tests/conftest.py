@@ -31,6 +31,16 @@ def native(request):
         yield request.param
 
 
+@pytest.fixture
+def nothing_left():
+    """Torch is after a watch as it was before."""
+    from torch_watched import hooks_now, modes_now, replaced_now
+
+    before = hooks_now(), modes_now(), replaced_now()
+    yield
+    assert (hooks_now(), modes_now(), replaced_now()) == before
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """`make check` tries the best level and the reference; those in between repeat the same tests in `make test`."""

@@ -11,7 +11,6 @@ import pytest
 
 from example_records import NASTY, every_kind, make_ablation, make_claims
 from sqrtdk.audits.shipped import read_shipped
-from sqrtdk.cells import format_cell, title_column
 from sqrtdk.errors import InvalidTypeError, InvalidValueError
 from sqrtdk.records import spec_hash
 from sqrtdk.report import render_report, write_report
@@ -274,30 +273,8 @@ def test_report_loads_neither_torch_nor_a_renderer_until_asked():
 # Tables
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0.0, "0"),
-        (-3.2, "−3.2"),
-        (1234.5678, "1235"),
-        (123456.0, "1.2·10⁵"),
-        (-4.5e-5, "−4.5·10⁻⁵"),
-        (float("inf"), "∞"),
-        (float("nan"), "–"),
-        (False, "no"),
-        ([0.1, None], "0.1 to –"),
-        ([1, 2, 3], "1, 2, 3"),
-        ({"a": 1}, "a 1"),
-    ],
-)
-def test_cells(value, text):
-    assert format_cell(value) == text
-
-
-def test_two_layers_are_no_interval():
-    assert format_cell([1.2, 0.9], "temperature_by_layer") == "1.2, 0.9"
+def test_two_layers_are_no_interval_in_a_table():
     assert "<td>1.2, 0.9</td>" in render_table([{"temperatures": [1.2, 0.9]}]).replace(' class="number"', "")
-    assert format_cell([0.9, 1.2], "temperature_range") == "0.9 to 1.2"
 
 
 def test_rows_with_different_keys_make_one_table():
@@ -310,11 +287,6 @@ def test_main_rows_are_bold_instead_of_a_column():
     text = render_table([{"x": 1, "main": True}, {"x": 2, "main": False}])
     assert text.count('<tr class="main">') == 1
     assert "yes" not in text
-
-
-def test_columns_have_readable_titles():
-    assert title_column("jacobian_trace_p5") == "1 − Σp² 5th percentile"
-    assert title_column("entropy_ratio_low") == "H/ln n 95% from"
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,9 @@ from torch.nn import functional
 
 import sqrtdk
 from sqrtdk.torch import watch
-from torch_watched import BATCH, DIMENSION, HEADS, TOKENS, WIDTH, ByHand, Fused, Stack, make_input
+from torch_watched import BATCH, DIMENSION, HEADS, TOKENS, WIDTH, ByHand, Fused, Stack, build, make_input
 
-
-def build(make, *args, seed=0, **kwargs):
-    torch.manual_seed(seed)
-    return make(*args, **kwargs)
+pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 def same_statistics(one, two):
@@ -23,22 +20,6 @@ def same_statistics(one, two):
     for path, summary in one.layers.items():
         for name in ("entropy", "score_max", "visible_keys"):
             np.testing.assert_allclose(summary[name].mean, two.layers[path][name].mean, rtol=1e-5)
-
-
-@pytest.fixture(autouse=True)
-def nothing_left():
-    before = (
-        functional.scaled_dot_product_attention,
-        functional.multi_head_attention_forward,
-        torch.backends.mha.get_fastpath_enabled(),
-    )
-    yield
-    after = (
-        functional.scaled_dot_product_attention,
-        functional.multi_head_attention_forward,
-        torch.backends.mha.get_fastpath_enabled(),
-    )
-    assert after == before
 
 
 @pytest.mark.parametrize("gradients", [True, False])

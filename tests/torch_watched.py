@@ -5,9 +5,11 @@ import math
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.modules import module
 
 BATCH, TOKENS, WIDTH, HEADS = 3, 7, 16, 4
 DIMENSION = WIDTH // HEADS
+ROWS = BATCH * TOKENS
 
 
 def _mask(like):
@@ -157,3 +159,28 @@ def entropy_per_head(weights, rows=None):
     entropy = torch.special.entr(weights.double()).sum(-1)
     rows = torch.ones(entropy.shape[0], entropy.shape[2], dtype=torch.bool) if rows is None else rows.bool()
     return torch.stack([entropy[:, head][rows].mean() for head in range(entropy.shape[1])]).numpy()
+
+
+def build(make, *args, seed=0, **kwargs):
+    """A model with the weights of a seed."""
+    torch.manual_seed(seed)
+    return make(*args, **kwargs)
+
+
+def hooks_now():
+    """The hooks that torch calls for every module."""
+    return dict(module._global_forward_hooks), dict(module._global_forward_pre_hooks)
+
+
+def modes_now():
+    """How many modes see every operation of torch."""
+    return torch._C._len_torch_dispatch_stack()
+
+
+def replaced_now():
+    """What a watch may have replaced or switched off in torch."""
+    return (
+        functional.scaled_dot_product_attention,
+        functional.multi_head_attention_forward,
+        torch.backends.mha.get_fastpath_enabled(),
+    )
