@@ -385,3 +385,16 @@ X = draw(2, 5, D_MODEL)
 def test_what_does_not_fit_is_named(wrong, message):
     with pytest.raises(SqrtdkError, match=message):
         wrong()
+
+
+@pytest.mark.parametrize(
+    ("context", "message"),
+    [
+        (torch.ones(3, 6, 16), r"context must have the leading axes \(2,\) of x, got shape \(3, 6, 16\)"),
+        ((torch.ones(2, 6, 16), torch.ones(3, 6, 16)), r"context must have the leading axes \(2,\) of x, got shape"),
+        ((torch.ones(2, 6, 16), torch.ones(2, 5, 16)), r"context must have as many tokens for .*, got 6 and 5"),
+    ],
+)
+def test_a_context_that_does_not_fit_is_named(context, message):
+    with pytest.raises(SqrtdkError, match=message):
+        ScaledAttention(16, 2)(torch.ones(2, 5, 16), context)

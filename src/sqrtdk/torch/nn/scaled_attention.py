@@ -243,6 +243,7 @@ class ScaledAttention(nn.Module):
         _require_width("x", x, self.d_model)
         _require_width("x" if context is None else "context", for_keys, self.d_context[0])
         _require_width("x" if context is None else "context", for_values, self.d_context[1])
+        _require_fit(x, for_keys, for_values)
         return (
             self.q_proj(x).unflatten(-1, (self.heads, self.d_k)).transpose(-3, -2),
             self.k_proj(for_keys).unflatten(-1, (self.kv_heads, self.d_k)).transpose(-3, -2),
@@ -316,6 +317,17 @@ def _require_width(name: str, x: Tensor, width: int) -> None:
         raise InvalidTypeError(f"{name} must be a tensor, got {type(x).__name__}")
     if x.ndim < 2 or x.shape[-1] != width:
         raise InvalidValueError(f"{name} must have shape [..., tokens, {width}], got {tuple(x.shape)}")
+
+
+def _require_fit(x: Tensor, for_keys: Tensor, for_values: Tensor) -> None:
+    for shape in (tuple(for_keys.shape), tuple(for_values.shape)):
+        if shape[:-2] != tuple(x.shape[:-2]):
+            raise InvalidValueError(f"context must have the leading axes {tuple(x.shape[:-2])} of x, got shape {shape}")
+    tokens = (for_keys.shape[-2], for_values.shape[-2])
+    if tokens[0] != tokens[1]:
+        raise InvalidValueError(
+            f"context must have as many tokens for the keys as for the values, got {tokens[0]} and {tokens[1]}"
+        )
 
 
 def _hide_keys(mask: Tensor | None, key_mask: Tensor | None, keys: int) -> Tensor | None:
