@@ -110,7 +110,16 @@ def spell_power(mantissa: str, exponent: str) -> str:
     >>> spell_power("9.8", "-11")
     '9.8·10⁻¹¹'
     """
-    return f"{mantissa}·10{str(int(exponent)).translate(_SUPERSCRIPTS)}"
+    return f"{mantissa}·{name_power(int(exponent))}"
+
+
+def name_power(exponent: int) -> str:
+    """A power of ten as it is written by hand.
+
+    >>> name_power(-11)
+    '10⁻¹¹'
+    """
+    return f"10{str(exponent).translate(_SUPERSCRIPTS)}"
 
 
 def is_number(value: Any) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sqrtdk.cells import format_cell
+from sqrtdk.cells import format_cell, name_power
 from sqrtdk.display import count
 from sqrtdk.records import Record, Row
 from sqrtdk.report import exercise_figures
@@ -33,6 +33,8 @@ _HEIGHT = 330
 _MUCH = 2.0
 # A measured crossover is near the law for n → ∞ within this factor.
 _NEAR = 2.0
+# Ticks that a narrow page has room for.
+_MOST_DECADES = 6
 _OTHER_COLOURS = (ACCENT, "#b08900", "#0f9fb0")
 
 
@@ -45,10 +47,10 @@ def cells_of(record: Record) -> dict[tuple[int, int, str], Row]:
     return {(row["d_k"], row["n"], row["scale"]): row for row in record.tables[name]}
 
 
-def choose_size(record: Record, d_k: int = 64) -> tuple[int, int]:
+def choose_size(record: Record) -> tuple[int, int]:
     """The size that stands for the rest: the largest n, and dₖ = 64 or, where that was not measured, the largest."""
     sizes = record.spec["d_ks"]
-    return (d_k if d_k in sizes else max(sizes)), max(record.spec["ns"])
+    return (64 if 64 in sizes else max(sizes)), max(record.spec["ns"])
 
 
 def name_keys(keys: float) -> str:
@@ -242,16 +244,12 @@ def show_gradient_spread(record: Record) -> Figure:
     )
 
 
-def _name_decades(values: Sequence[float], most: int = 6) -> tuple[tuple[float, str], ...]:
-    """Powers of ten over a range, few enough for a narrow page."""
+def _name_decades(values: Sequence[float]) -> tuple[tuple[float, str], ...]:
+    """Powers of ten over a range."""
     known = [math.log10(value) for value in values if value > 0]
     powers = range(math.floor(min(known)), math.ceil(max(known)) + 1)
-    step = -(-len(powers) // most)
-    superscripts = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-    return tuple(
-        (10.0**power, f"10{str(power).translate(superscripts)}" if power else "1")
-        for power in reversed(powers[::-1][::step])
-    )
+    step = -(-len(powers) // _MOST_DECADES)
+    return tuple((10.0**power, name_power(power) if power else "1") for power in reversed(powers[::-1][::step]))
 
 
 def _mark(value: float, y: float, colour: str, name: str, symbol: Symbol) -> Points:

@@ -13,7 +13,7 @@ from sqrtdk.report.palette import policy_colour
 from sqrtdk.setting_names import name_policy
 
 
-def render_table(rows: Sequence[Row], *, classes: str = "") -> str:
+def render_table(rows: Sequence[Row]) -> str:
     """Render rows as an HTML table; the columns are the keys of all rows in order of appearance, all text escaped.
 
     >>> "<td>a&amp;b</td>" in render_table([{"name": "a&b"}])
@@ -29,10 +29,7 @@ def render_table(rows: Sequence[Row], *, classes: str = "") -> str:
         + "</tr>"
         for row in rows
     )
-    return (
-        f'<div class="scroll"><table class="{classes}"><thead><tr>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
-    )
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def render_text(text: str) -> str:

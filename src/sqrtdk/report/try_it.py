@@ -130,9 +130,9 @@ def _measure(q: Array, k: Array, values: Array, scale: float) -> dict[str, float
     }
 
 
-def render_try_it(state: TryIt | None = None) -> str:
+def render_try_it() -> str:
     """The sliders, the numbers of their first position and the places that the script draws into."""
-    state = TryIt() if state is None else state
+    state = TryIt()
     numbers = measure_try_it(state)
     sliders = "".join(
         (
