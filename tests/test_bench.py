@@ -1,6 +1,7 @@
 """The benchmark: what it reports follows from the timings, rejected rounds do not count, and losses are shown."""
 
 import json
+import shlex
 from dataclasses import replace
 
 import numpy as np
@@ -349,6 +350,23 @@ def test_missing_peers_are_named(tiny, monkeypatch):
     absent.clear()
     assert peer.why_missing(2, 2) is None
     assert peer.why_missing(1, 2) == "always uses 2 threads here and cannot be told to use 1"
+
+
+def test_cases_are_chosen_by_a_part_of_their_name(tiny):
+    from sqrtdk.bench.suites import choose_suites
+
+    names = [case.name for suite in choose_suites(None) for case in suite.cases]
+    part = names[0][-4:]
+    chosen = choose_suites(None, case=part)
+    assert [case.name for suite in chosen for case in suite.cases] == [name for name in names if part in name]
+    assert all(suite.cases for suite in chosen)
+    record = run_benchmark(["overhead"], case=part, rounds=5, threads=1, backend="reference")
+    assert {row["case"] for row in record.tables["timings"]} == {
+        case.name for suite in choose_suites(["overhead"], case=part) for case in suite.cases
+    }
+    assert f"--case {shlex.quote(part)} " in record.spec["command"]
+    with pytest.raises(InvalidValueError, match="nowhere"):
+        choose_suites(None, case="nowhere")
 
 
 def test_threads_are_the_same_for_torch_and_given_back(tiny):

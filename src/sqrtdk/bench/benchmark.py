@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shlex
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -40,6 +41,7 @@ class _Setting:
     rounds: int
     threads: int
     level: str
+    case: str | None
     quick: bool
     rng: np.random.Generator
 
@@ -47,6 +49,7 @@ class _Setting:
 def run_benchmark(
     suites: Sequence[str] | None = None,
     *,
+    case: str | None = None,
     rounds: int | None = None,
     threads: int | None = None,
     backend: str | None = None,
@@ -60,6 +63,7 @@ def run_benchmark(
 
     Args:
         suites: names from `suites.SUITES`; None is all of them.
+        case: only the cases that have this text in their name.
         rounds: rounds per case that should count; None is 15, or 7 if quick.
         threads: threads of everyone; None is what `sqrtdk.backends.threads()` gives.
         backend: the backend of sqrtdk; None is the one it would use.
@@ -72,9 +76,9 @@ def run_benchmark(
         hold every timing and every probe. A suite that needs what is not installed is left out by name.
 
     Raises:
-        InvalidValueError: an unknown suite or backend, too few rounds, a number of threads that cannot be.
+        InvalidValueError: an unknown suite, case or backend, too few rounds, a number of threads that cannot be.
     """
-    chosen = choose_suites(suites, quick=quick)
+    chosen = choose_suites(suites, case=case, quick=quick)
     rounds = (QUICK_ROUNDS if quick else DEFAULT_ROUNDS) if rounds is None else rounds
     if rounds < FEWEST_ROUNDS:
         raise InvalidValueError(f"rounds must be at least {FEWEST_ROUNDS} for an interval, got {rounds}")
@@ -86,7 +90,7 @@ def run_benchmark(
     ):
         # What the backend does not compute is timed with the engine that does.
         warnings.simplefilter("ignore", FallbackWarning)
-        setting = _Setting(rounds, used, backends.current(), quick, np.random.default_rng(seed))
+        setting = _Setting(rounds, used, backends.current(), case, quick, np.random.default_rng(seed))
         present, missing = _find_present(chosen, used, default_threads)
         kept, missing = _leave_out(chosen, present, missing)
         measurements, probes, peaks = _run_suites(kept, present, setting, on_step or (lambda *_: None))
@@ -95,6 +99,7 @@ def run_benchmark(
         "rounds": rounds,
         "threads": used,
         "backend": setting.level,
+        "case": case,
         "quick": quick,
         "seed": seed,
         "dtype": ", ".join(sorted({case.dtype for suite in kept for case in suite.cases} or {"float32"})),
@@ -113,8 +118,9 @@ def write_raw(record: Record, path: str | Path) -> Path:
 def _name_command(suites: Sequence[str], setting: _Setting, seed: int) -> str:
     """The command that does the same again, defaults spelled out."""
     quick = " --quick" if setting.quick else ""
+    case = "" if setting.case is None else f" --case {shlex.quote(setting.case)}"
     return (
-        f"sqrtdk bench --suite {','.join(suites)} --rounds {setting.rounds} --threads {setting.threads} "
+        f"sqrtdk bench --suite {','.join(suites)}{case} --rounds {setting.rounds} --threads {setting.threads} "
         f"--backend {setting.level} --seed {seed}{quick}"
     )
 

@@ -31,7 +31,7 @@ from sqrtdk.bench.model import ModelCase
 from sqrtdk.bench.task import Task
 from sqrtdk.bench.tensors import BackwardCase, RecordedCase
 from sqrtdk.bench.training import TrainingCase
-from sqrtdk.errors import unknown_name
+from sqrtdk.errors import InvalidValueError, unknown_name
 
 _SQUARES = ((8, 8, 128, 64), (1, 8, 512, 64), (1, 8, 2048, 64), (1, 4, 4096, 128))
 # The second one is GPT-2's.
@@ -77,18 +77,31 @@ class Suite:
         return [name for name in self.contenders if name not in left_away]
 
 
-def choose_suites(names: Sequence[str] | None, *, quick: bool = False) -> list[Suite]:
+def choose_suites(names: Sequence[str] | None, *, case: str | None = None, quick: bool = False) -> list[Suite]:
     """The named suites (None: all), with long sequences left out if it has to be quick.
+
+    With `case`, only the cases that have this text in their name, and the suites that have such cases.
 
     >>> [suite.name for suite in choose_suites(["overhead", "square"])]
     ['square', 'overhead']
+    >>> [case.name for suite in choose_suites(["square"], case="512") for case in suite.cases]
+    ['1×8×512×64 full', '1×8×512×64 causal']
     """
     known = [suite.name for suite in SUITES]
     for name in names or ():
         if name not in known:
             raise unknown_name("suite", name, known)
     chosen = [suite for suite in SUITES if names is None or suite.name in names]
-    return [_shorten(suite) for suite in chosen] if quick else chosen
+    chosen = [_shorten(suite) for suite in chosen] if quick else chosen
+    if case is None:
+        return chosen
+    matching = [
+        replace(suite, cases=cases) for suite in chosen if (cases := [one for one in suite.cases if case in one.name])
+    ]
+    if not matching:
+        cases_there = "; ".join(one.name for suite in chosen for one in suite.cases)
+        raise InvalidValueError(f"case must be a part of the name of one of the cases ({cases_there}), got {case!r}")
+    return matching
 
 
 def memory_lengths(*, quick: bool = False) -> list[int]:

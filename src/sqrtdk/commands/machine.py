@@ -39,7 +39,9 @@ def info(json: Json = False) -> None:
 
 @commands.command(
     epilog=examples(
-        "sqrtdk bench --quick", "sqrtdk bench --suite square,real --output benchmark.json --plot benchmark.png"
+        "sqrtdk bench --quick",
+        "sqrtdk bench --suite real --case decode",
+        "sqrtdk bench --suite square,real --output benchmark.json --plot benchmark.png",
     )
 )
 def bench(
@@ -49,6 +51,7 @@ def bench(
             help="square, statistics, real, overhead, tensors, bfloat16, peers, model, training, growth, memory; all."
         ),
     ] = None,
+    case: Annotated[str | None, typer.Option(help="Only cases that have this text in their name.")] = None,
     rounds: Annotated[int | None, typer.Option(help="Rounds per case that should count; default: 15, quick 7.")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of everyone; default: as `sqrtdk info` says.")] = None,
     backend: Annotated[str | None, typer.Option(help="A backend of `sqrtdk info`; default: the best.")] = None,
@@ -71,7 +74,14 @@ def bench(
     suites = None if suite is None else read_names("--suite", suite)
     with progress_bar() as bar:
         record = run_benchmark(
-            suites, rounds=rounds, threads=threads, backend=backend, quick=quick, seed=seed, on_step=bar.show
+            suites,
+            case=case,
+            rounds=rounds,
+            threads=threads,
+            backend=backend,
+            quick=quick,
+            seed=seed,
+            on_step=bar.show,
         )
     if output is not None:
         write_raw(record, output)
