@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include "block_view.h"
 #include "careful.h"
@@ -21,6 +22,20 @@ namespace {
 
 constexpr int few_block = 512;  // long runs of keys and of values in turn suit the prefetcher
 
+// Lane i is the sum of the lanes of rows[i].
+template <class T>
+inline typename Simd<T>::Vec add_each(typename Simd<T>::Vec (&rows)[Simd<T>::lanes]) {
+    using S = Simd<T>;
+    if constexpr (S::has_add_each) {
+        return S::add_each(rows);
+    } else {
+        S::transpose(rows);
+        for (int width = S::lanes / 2; width > 0; width /= 2)
+            for (int i = 0; i < width; ++i) rows[i] = S::add(rows[i], rows[i + width]);
+        return rows[0];
+    }
+}
+
 template <class T>
 inline double add_lanes(typename Simd<T>::Vec v) {
     T x[Simd<T>::lanes];
@@ -30,10 +45,46 @@ inline double add_lanes(typename Simd<T>::Vec v) {
     return sum;
 }
 
+// Keys or values that all rows take before the next of them are read: they stay in the first cache until then.
+constexpr int64_t stretch = 32;
+
+inline uint64_t bits_below(int64_t count) { return count == 64 ? ~0ull : (1ull << count) - 1; }
+
+// Asks for rows of memory ahead of their use, some lines in each turn: what one row of queries computes with one
+// stretch leaves the memory idle, more so what eight of them do.
+template <class In>
+struct Ahead {
+    static constexpr int64_t line = 64 / sizeof(In);
+    const In* row = nullptr;
+    ptrdiff_t step = 0;
+    int64_t rows = 0, width = 0, lines = 0, at = 0;
+
+    // `count` rows in so many turns; none if their numbers are not next to each other.
+    Ahead(const In* from, ptrdiff_t row_step, ptrdiff_t column_step, int64_t count, int64_t columns, int64_t turns)
+        : row(from), step(row_step), rows(column_step == 1 ? count : 0), width(columns) {
+        if (step == width && rows > 0) {
+            width *= rows;
+            rows = 1;
+        }
+        if (turns > 0) lines = (rows * ((width + line - 1) / line) + turns - 1) / turns;
+    }
+    Ahead() = default;
+    inline __attribute__((always_inline)) void take_turn() {
+        for (int64_t i = 0; i < lines && rows > 0; ++i) {
+            __builtin_prefetch(row + at, 0, 2);  // into the second cache: the first has no room
+            at += line;
+            if (at < width) continue;
+            at = 0;
+            row += step;
+            --rows;
+        }
+    }
+};
+
 template <class T>
 struct FewScratch {
     T* queries;  // [rows][D], the scale multiplied in
-    T* scores;   // [few_block]
+    T* scores;   // [rows][few_block]
     T* keys;     // [few_block][D], only for copies
     T* values;   // [few_block][V], only for copies
 };
@@ -81,32 +132,69 @@ struct FewRows {
                     int64_t end, int rows) {
         const int64_t count = end - begin;
         const KeyValue &k = call.k, &v = call.v;
-        bool looked = false;
-        BlockView<T> keys{}, values{};
         for (int row = 0; row < few; ++row) clear_sums(row);
         block.has_tiny = false;
-        uint64_t any = 0;
+        uint64_t sees[few][few_block / 64];
+        int seeing[few], some = 0;  // the rows that see something of the block
         for (int row = 0; row < rows; ++row) {
-            uint64_t sees[few_block / 64] = {};
-            if (!look(call, n, g, row, begin, count, sees)) continue;
-            if (!looked) {
-                const In* k_at = static_cast<const In*>(k.data) + n * k.n + g * k.g + begin * k.s;
-                const In* v_at = static_cast<const In*>(v.data) + n * v.n + g * v.g + begin * v.s;
-                keys = view(k_at, k.s, k.d, count, call.d_k, scratch.keys);
-                values = view(v_at, v.s, v.d, count, call.d_v, scratch.values);
-                looked = true;
-            }
-            any |= 1ull << row;
-            seen[row] = true;
-            multiply_keys(keys, scratch.queries + row * call.d_k, call.d_k, count, scratch.scores);
-            if (call.softcap > 0 || call.mask.kind > MaskKind::boolean)
-                adjust(call, n, g, row, begin, count, sees, scratch.scores);
-            soften_row(row, count, sees, scratch.scores);
-            if (call.dropout.probability > 0)
-                drop_row(call.dropout, (n * call.groups + g) * rows + row, begin, count, scratch.scores);
-            add_values(values, scratch.scores, sees, count, call.d_v, block.factor[row], output + row * call.d_v);
+            for (uint64_t& word : sees[row]) word = 0;
+            if (look(call, n, g, row, begin, count, sees[row])) seeing[some++] = row;
         }
-        if (any != 0) absorb<T, few, statistics>(state, block, begin);
+        if (some == 0) return;
+        const In* k_at = static_cast<const In*>(k.data) + n * k.n + g * k.g + begin * k.s;
+        const In* v_at = static_cast<const In*>(v.data) + n * v.n + g * v.g + begin * v.s;
+        const BlockView<T> keys = view(k_at, k.s, k.d, count, call.d_k, scratch.keys);
+        const BlockView<T> values = view(v_at, v.s, v.d, count, call.d_v, scratch.values);
+        // What is short lies in a cache after its last use, and copies have been read when they are used.
+        const bool asks_ahead = call.keys > few_block && std::is_same<T, In>::value;
+        for (int64_t from = 0; from < count; from += stretch) {
+            const int64_t to = smaller(from + stretch, count), next = smaller(to + stretch, count) - to;
+            const int64_t turns = asks_ahead ? some * key_turns(to - from, call.d_k) : 0;
+            Ahead<In> ahead = next > 0 ? Ahead<In>(k_at + to * k.s, k.s, k.d, next, call.d_k, turns)
+                                       : Ahead<In>(v_at, v.s, v.d, smaller(stretch, count), call.d_v, turns);
+            const BlockView<T> part = {keys.data + from * keys.row, keys.row, 1};
+            each_rows(some, [&](int i, auto rows_at_once) {
+                constexpr int R = decltype(rows_at_once)::value;
+                const T* queries[R];
+                T* scores[R];
+                for (int r = 0; r < R; ++r) {
+                    queries[r] = scratch.queries + seeing[i + r] * call.d_k;
+                    scores[r] = scratch.scores + seeing[i + r] * few_block + from;
+                }
+                multiply_keys<R>(part, queries, call.d_k, to - from, scores, ahead);
+            });
+        }
+        for (int i = 0; i < some; ++i) {
+            const int row = seeing[i];
+            T* scores = scratch.scores + row * few_block;
+            seen[row] = true;
+            if (call.softcap > 0 || call.mask.kind > MaskKind::boolean)
+                adjust(call, n, g, row, begin, count, sees[row], scores);
+            soften_row(row, count, sees[row], scores);
+            if (call.dropout.probability > 0)
+                drop_row(call.dropout, (n * call.groups + g) * rows + row, begin, count, scores);
+        }
+        const int64_t after = smaller(stretch, call.keys - end);  // keys of the next block
+        for (int64_t from = 0; from < count; from += stretch) {
+            const int64_t to = smaller(from + stretch, count), next = smaller(to + stretch, count) - to;
+            const int64_t turns = asks_ahead ? some * value_turns(to - from, call.d_v) : 0;
+            Ahead<In> ahead = next > 0 ? Ahead<In>(v_at + to * v.s, v.s, v.d, next, call.d_v, turns)
+                                       : Ahead<In>(k_at + count * k.s, k.s, k.d, after, call.d_k, turns);
+            const BlockView<T> part = {values.data + from * values.row, values.row, 1};
+            each_rows(some, [&](int i, auto rows_at_once) {
+                constexpr int R = decltype(rows_at_once)::value;
+                Weighed<R> rows_of;
+                for (int r = 0; r < R; ++r) {
+                    const int row = seeing[i + r];
+                    rows_of.weights[r] = scratch.scores + row * few_block + from;
+                    rows_of.sees[r] = sees[row][from / 64] >> (from % 64) & bits_below(to - from);
+                    rows_of.factor[r] = from == 0 ? block.factor[row] : T(1);
+                    rows_of.output[r] = output + row * call.d_v;
+                }
+                add_values(rows_of, part, to - from, call.d_v, ahead);
+            });
+        }
+        absorb<T, few, statistics>(state, block, begin);
     }
 
     // A row without keys in this block: absorbing it changes nothing.
@@ -147,33 +235,60 @@ struct FewRows {
         return any;
     }
 
-    // scores[j] = <key j, query>: a vector of keys at a time, products turned so that one sum per lane remains.
-    static void multiply_keys(const BlockView<T>& keys, const T* query, int64_t d_k, int64_t count, T* scores) {
+    // Calls body(first, how many) for rows [0, rows), four, two or one at a time.
+    template <class Body>
+    static void each_rows(int rows, Body body) {
+        int i = 0;
+        for (; i + 4 <= rows; i += 4) body(i, std::integral_constant<int, 4>());
+        if (i + 2 <= rows) {
+            body(i, std::integral_constant<int, 2>());
+            i += 2;
+        }
+        if (i < rows) body(i, std::integral_constant<int, 1>());
+    }
+
+    // scores[row][j] = <key j, query of the row>, as many keys at a time as registers allow. A sum's lanes are added up
+    // when there are as many sums as lanes.
+    template <int R>
+    static void multiply_keys(const BlockView<T>& keys, const T* const (&queries)[R], int64_t d_k, int64_t count,
+                              T* const (&scores)[R], Ahead<In>& ahead) {
+        constexpr int keys_at_once = S::lanes / R;
         const int64_t whole = d_k - d_k % S::lanes;
         for (int64_t j = 0; j < count; j += S::lanes) {
-            Vec sum[S::lanes];
-            for (int i = 0; i < S::lanes; ++i) {
-                const T* k = keys.data + smaller(j + i, count - 1) * keys.row;
-                Vec a = S::zero(), b = S::zero();
-                int64_t d = 0;
-                for (; d + 2 * S::lanes <= whole; d += 2 * S::lanes) {
-                    a = S::fma(S::load(query + d), S::load(k + d), a);
-                    b = S::fma(S::load(query + d + S::lanes), S::load(k + d + S::lanes), b);
+            Vec sums[R][S::lanes];
+            for (int first = 0; first < S::lanes; first += keys_at_once) {
+                const T* at[keys_at_once];
+                Vec sum[R][keys_at_once];
+                for (int i = 0; i < keys_at_once; ++i) {
+                    at[i] = keys.data + smaller(j + first + i, count - 1) * keys.row;
+                    for (int r = 0; r < R; ++r) sum[r][i] = S::zero();
                 }
-                if (d < whole) a = S::fma(S::load(query + d), S::load(k + d), a);
-                sum[i] = S::add(a, b);
+                for (int64_t d = 0; d < whole; d += S::lanes) {
+                    ahead.take_turn();
+                    Vec query[R];
+                    for (int r = 0; r < R; ++r) query[r] = S::load(queries[r] + d);
+                    for (int i = 0; i < keys_at_once; ++i) {
+                        const Vec key = S::load(at[i] + d);
+                        for (int r = 0; r < R; ++r) sum[r][i] = S::fma(query[r], key, sum[r][i]);
+                    }
+                }
+                for (int r = 0; r < R; ++r)
+                    for (int i = 0; i < keys_at_once; ++i) sums[r][first + i] = sum[r][i];
             }
-            S::transpose(sum);
-            for (int width = S::lanes / 2; width > 0; width /= 2)
-                for (int i = 0; i < width; ++i) sum[i] = S::add(sum[i], sum[i + width]);
-            T x[S::lanes];
-            S::store(x, sum[0]);
-            for (int i = 0; i < S::lanes && j + i < count; ++i) {
-                const T* k = keys.data + (j + i) * keys.row;
-                for (int64_t d = whole; d < d_k; ++d) x[i] += query[d] * k[d];
-                scores[j + i] = x[i];
+            for (int r = 0; r < R; ++r) {
+                T x[S::lanes];
+                S::store(x, add_each<T>(sums[r]));
+                for (int i = 0; i < S::lanes && j + i < count; ++i) {
+                    const T* key = keys.data + (j + i) * keys.row;
+                    for (int64_t d = whole; d < d_k; ++d) x[i] += queries[r][d] * key[d];
+                    scores[r][j + i] = x[i];
+                }
             }
         }
+    }
+    // Turns that a row has while its scores of a stretch are taken.
+    static int64_t key_turns(int64_t count, int64_t d_k) {
+        return (count + S::lanes - 1) / S::lanes * (d_k / S::lanes);
     }
 
   private:
@@ -294,52 +409,76 @@ struct FewRows {
         }
     }
 
-    // output = output * factor + sum_j weight_j * value_j, over the keys that are seen.
-    static void add_values(const BlockView<T>& values, const T* weights, const uint64_t* sees, int64_t count,
-                           int64_t d_v, T factor, T* output) {
-        constexpr int chunk = 4;
+    // What R rows have of a stretch.
+    template <int R>
+    struct Weighed {
+        const T* weights[R];
+        uint64_t sees[R];
+        T factor[R];
+        T* output[R];
+    };
+
+    // output = output * factor + sum_j weight_j * value_j, over the keys of a stretch that are seen.
+    template <int R>
+    static void add_values(const Weighed<R>& rows, const BlockView<T>& values, int64_t count, int64_t d_v,
+                           Ahead<In>& ahead) {
         int64_t d = 0;
-        for (; d + chunk * S::lanes <= d_v; d += chunk * S::lanes)
-            add_chunk<chunk>(values, weights, sees, count, d, factor, output);
-        for (; d + S::lanes <= d_v; d += S::lanes) add_chunk<1>(values, weights, sees, count, d, factor, output);
-        for (; d < d_v; ++d) {
-            T sum = output[d] * factor;
-            for (int64_t j = 0; j < count; ++j)
-                if (sees[j / 64] >> (j % 64) & 1) sum += weights[j] * values.data[j * values.row + d];
-            output[d] = sum;
-        }
+        for (; d + chunk * S::lanes <= d_v; d += chunk * S::lanes) add_chunk<R, chunk>(rows, values, count, d, ahead);
+        for (; d + S::lanes <= d_v; d += S::lanes) add_chunk<R, 1>(rows, values, count, d, ahead);
+        for (; d < d_v; ++d)
+            for (int r = 0; r < R; ++r) {
+                T sum = rows.output[r][d] * rows.factor[r];
+                for (int64_t j = 0; j < count; ++j)
+                    if (rows.sees[r] >> j & 1) sum += rows.weights[r][j] * values.data[j * values.row + d];
+                rows.output[r][d] = sum;
+            }
     }
 
-    template <int chunk>
-    static void add_chunk(const BlockView<T>& values, const T* weights, const uint64_t* sees, int64_t count, int64_t d,
-                          T factor, T* output) {
-        Vec sum[chunk], other[chunk];
-        for (int c = 0; c < chunk; ++c) {
-            sum[c] = S::mul(S::load(output + d + c * S::lanes), S::all(factor));
-            other[c] = S::zero();
+    // Vectors of a value that are taken at a time.
+    static constexpr int chunk = 4;
+    // Turns that a row has while a stretch of values is added up; a few at the end of a value are not counted.
+    static int64_t value_turns(int64_t count, int64_t d_v) { return count * (d_v / (chunk * S::lanes)) / most_rows; }
+    static constexpr int most_rows = 4;
+
+    template <int R, int vectors>
+    static void add_chunk(const Weighed<R>& rows, const BlockView<T>& values, int64_t count, int64_t d,
+                          Ahead<In>& ahead) {
+        // One row alone has two sums of each vector, of even and of odd keys: one would wait for itself.
+        constexpr int sums = R == 1 ? 2 : R;
+        Vec sum[sums][vectors];
+        uint64_t all = ~0ull, any = 0;
+        for (int r = 0; r < sums; ++r)
+            for (int c = 0; c < vectors; ++c)
+                sum[r][c] =
+                    r < R ? S::mul(S::load(rows.output[r] + d + c * S::lanes), S::all(rows.factor[r])) : S::zero();
+        for (int r = 0; r < R; ++r) {
+            all &= rows.sees[r];
+            any |= rows.sees[r];
         }
         const T* v = values.data + d;
-        for (int64_t from = 0; from < count; from += 64) {
-            const int64_t to = smaller(from + 64, count);
-            const uint64_t word = sees[from / 64], whole = to - from == 64 ? ~0ull : (1ull << (to - from)) - 1;
-            int64_t j = from;
-            if (word == whole)
-                for (; j + 2 <= to; j += 2) {
-                    const Vec first = S::all(weights[j]), second = S::all(weights[j + 1]);
-                    const T *p = v + j * values.row, *q = p + values.row;
-                    for (int c = 0; c < chunk; ++c) {
-                        sum[c] = S::fma(first, S::load(p + c * S::lanes), sum[c]);
-                        other[c] = S::fma(second, S::load(q + c * S::lanes), other[c]);
-                    }
+        int64_t j = 0;
+        if (all == bits_below(count)) {
+            for (; j + sums / R <= count; j += sums / R) {
+                ahead.take_turn();
+                for (int r = 0; r < sums; ++r) {
+                    const Vec weight = S::all(rows.weights[r % R][j + r / R]);
+                    const T* p = v + (j + r / R) * values.row;
+                    for (int c = 0; c < vectors; ++c) sum[r][c] = S::fma(weight, S::load(p + c * S::lanes), sum[r][c]);
                 }
-            for (; j < to; ++j) {
-                if (!(word >> (j - from) & 1)) continue;
-                const Vec weight = S::all(weights[j]);
-                for (int c = 0; c < chunk; ++c)
-                    sum[c] = S::fma(weight, S::load(v + j * values.row + c * S::lanes), sum[c]);
             }
         }
-        for (int c = 0; c < chunk; ++c) S::store(output + d + c * S::lanes, S::add(sum[c], other[c]));
+        for (; j < count; ++j) {
+            if (!(any >> j & 1)) continue;
+            for (int r = 0; r < R; ++r) {
+                if (!(rows.sees[r] >> j & 1)) continue;
+                const Vec weight = S::all(rows.weights[r][j]);
+                for (int c = 0; c < vectors; ++c)
+                    sum[r][c] = S::fma(weight, S::load(v + j * values.row + c * S::lanes), sum[r][c]);
+            }
+        }
+        for (int r = 0; r < R; ++r)
+            for (int c = 0; c < vectors; ++c)
+                S::store(rows.output[r] + d + c * S::lanes, R == 1 ? S::add(sum[0][c], sum[sums - 1][c]) : sum[r][c]);
     }
 };
 

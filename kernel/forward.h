@@ -78,12 +78,12 @@ struct FewPass {
 
     void serve(int worker) {
         const size_t d_k = size_t(call.d_k), d_v = size_t(call.d_v), rows = size_t(call.shared * call.queries);
-        Arena arena(sizeof(T) * (rows * (d_k + 2 * d_v) + 2 * few_block + few_block * (d_k + d_v)) + 2 * sizeof(Loop) +
+        Arena arena(sizeof(T) * (rows * (d_k + 2 * d_v + few_block) + few_block * (d_k + d_v)) + 2 * sizeof(Loop) +
                     9 * 64);
         if (!arena.ok()) return work.fail(Status::out_of_memory);
         FewScratch<T> scratch;
         scratch.queries = arena.take<T>(rows * d_k);
-        scratch.scores = arena.take<T>(2 * few_block);
+        scratch.scores = arena.take<T>(rows * few_block);
         scratch.keys = arena.take<T>(few_block * d_k);
         scratch.values = arena.take<T>(few_block * d_v);
         Loop* loop = arena.take<Loop>(1);

@@ -29,6 +29,7 @@ struct Simd<float> {
     static constexpr int lanes = 8;
     static constexpr int registers = 16;  // decides how many rows a product keeps in registers
     static constexpr bool has_sixteenths = false;
+    static constexpr bool has_add_each = false;
     static constexpr bool fused = true;  // fma rounds once
     using Vec = __m256;
     struct Mask {
@@ -99,6 +100,7 @@ struct Simd<double> {
     static constexpr int lanes = 4;
     static constexpr int registers = 16;
     static constexpr bool has_sixteenths = false;
+    static constexpr bool has_add_each = false;
     static constexpr bool fused = true;  // fma rounds once
     using Vec = __m256d;
     struct Mask {

@@ -67,6 +67,21 @@ struct Simd<float> {
     SQRTDK_INLINE Vec keep(Mask m, Vec v) { return _mm512_maskz_mov_ps(m, v); }  // 0 elsewhere
     SQRTDK_INLINE Vec choose(Mask m, Vec yes, Vec no) { return _mm512_mask_mov_ps(no, m, yes); }
 
+    // Lane i is the sum of the lanes of r[i]: half the shuffles of transposing them.
+    static constexpr bool has_add_each = true;
+    SQRTDK_INLINE Vec add_each(const Vec (&r)[16]) {
+        Vec pair[8], four[4], eight[2];
+        for (int i = 0; i < 8; ++i)
+            pair[i] = add(_mm512_unpacklo_ps(r[2 * i], r[2 * i + 1]), _mm512_unpackhi_ps(r[2 * i], r[2 * i + 1]));
+        for (int i = 0; i < 4; ++i)
+            four[i] = add(_mm512_shuffle_ps(pair[2 * i], pair[2 * i + 1], 0x44),
+                          _mm512_shuffle_ps(pair[2 * i], pair[2 * i + 1], 0xee));
+        for (int i = 0; i < 2; ++i)
+            eight[i] = add(_mm512_shuffle_f32x4(four[2 * i], four[2 * i + 1], 0x88),
+                           _mm512_shuffle_f32x4(four[2 * i], four[2 * i + 1], 0xdd));
+        return add(_mm512_shuffle_f32x4(eight[0], eight[1], 0x88), _mm512_shuffle_f32x4(eight[0], eight[1], 0xdd));
+    }
+
     // 16 x 16 in registers: rows[i] lane j <-> rows[j] lane i.
     SQRTDK_INLINE void transpose(Vec (&r)[16]) {
         Vec t[16];
@@ -123,6 +138,7 @@ struct Simd<double> {
     }
     SQRTDK_INLINE Vec scale2(Vec x, Vec n) { return _mm512_scalef_pd(x, n); }  // n >= -1022
     static constexpr bool has_sixteenths = false;
+    static constexpr bool has_add_each = false;
 
     SQRTDK_INLINE Mask equal(Vec a, Vec b) { return _mm512_cmp_pd_mask(a, b, _CMP_EQ_OQ); }
     SQRTDK_INLINE Mask less(Vec a, Vec b) { return _mm512_cmp_pd_mask(a, b, _CMP_LT_OQ); }

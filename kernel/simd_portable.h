@@ -39,6 +39,7 @@ struct Simd<float> {
     static constexpr bool fused = false;
 #endif
     static constexpr bool has_sixteenths = false;
+    static constexpr bool has_add_each = false;
     typedef float Vec __attribute__((vector_size(16)));
     typedef int32_t Mask __attribute__((vector_size(16)));
     typedef uint32_t Bits __attribute__((vector_size(16)));
@@ -117,6 +118,7 @@ struct Simd<double> {
     static constexpr int lanes = 2;
     static constexpr int registers = Simd<float>::registers;
     static constexpr bool has_sixteenths = false;
+    static constexpr bool has_add_each = false;
     static constexpr bool fused = Simd<float>::fused;
     typedef double Vec __attribute__((vector_size(16)));
     typedef int64_t Mask __attribute__((vector_size(16)));

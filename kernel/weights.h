@@ -108,7 +108,8 @@ bool write_few_weights(const Forward& call, int64_t n, int64_t g, int64_t row, T
         }
         const In* at = static_cast<const In*>(call.k.data) + n * call.k.n + g * call.k.g + begin * call.k.s;
         const BlockView<T> keys = Loop::view(at, call.k.s, call.k.d, count, call.d_k, copy);
-        Loop::multiply_keys(keys, query, call.d_k, count, scores);
+        Ahead<In> nothing;
+        Loop::template multiply_keys<1>(keys, {query}, call.d_k, count, {scores}, nothing);
         using S = Simd<T>;
         if (call.softcap > 0)
             for (int64_t j = 0; j < count; j += S::lanes) {
