@@ -252,7 +252,7 @@ struct FewRows {
     template <int R>
     static void multiply_keys(const BlockView<T>& keys, const T* const (&queries)[R], int64_t d_k, int64_t count,
                               T* const (&scores)[R], Ahead<In>& ahead) {
-        constexpr int keys_at_once = S::lanes / R;
+        constexpr int keys_at_once = S::lanes > R ? S::lanes / R : 1;
         const int64_t whole = d_k - d_k % S::lanes;
         for (int64_t j = 0; j < count; j += S::lanes) {
             Vec sums[R][S::lanes];
