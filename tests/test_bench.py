@@ -369,6 +369,26 @@ def test_cases_are_chosen_by_a_part_of_their_name(tiny):
         choose_suites(None, case="nowhere")
 
 
+def test_a_run_that_is_stopped_keeps_its_cases(tiny):
+    kept = []
+
+    def stop_at_the_second(record):
+        kept.append(record)
+        if len(kept) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_benchmark(rounds=5, threads=1, backend="reference", on_case=stop_at_the_second)
+    whole = run_benchmark(rounds=5, threads=1, backend="reference")
+    cases = list(dict.fromkeys(row["case"] for row in whole.tables["timings"]))
+    for count, record in enumerate(kept, start=1):
+        assert list(dict.fromkeys(row["case"] for row in record.tables["timings"])) == cases[:count]
+        assert record.spec["cases_left"] == len(cases) - count
+        assert record.reading[-1].startswith("The run was stopped before its end")
+    assert "cases_left" not in whole.spec
+    assert not any("stopped" in sentence for sentence in whole.reading)
+
+
 def test_threads_are_the_same_for_torch_and_given_back(tiny):
     torch = pytest.importorskip("torch")
     torch.set_num_threads(2)

@@ -56,6 +56,7 @@ def run_benchmark(
     quick: bool = False,
     seed: int = 0,
     on_step: Tell | None = None,
+    on_case: Callable[[Record], None] | None = None,
 ) -> Record:
     """Time attention on arrays, on tensors and in a model, beside its peers, interleaved.
 
@@ -70,6 +71,7 @@ def run_benchmark(
         quick: leave out sequences beyond 2048; the model gets one short one.
         seed: of inputs, orders and resampling.
         on_step: called with a description and the share that is done.
+        on_case: called after each case but the last with the record so far, so that a run that is stopped is not lost.
 
     Returns:
         A record of kind ``"bench"`` with the tables ratios, timings, costs, growth, memory and left_out; its curves
@@ -93,20 +95,25 @@ def run_benchmark(
         setting = _Setting(rounds, used, backends.current(), case, quick, np.random.default_rng(seed))
         present, missing = _find_present(chosen, used, default_threads)
         kept, missing = _leave_out(chosen, present, missing)
-        measurements, probes, peaks = _run_suites(kept, present, setting, on_step or (lambda *_: None))
-    spec = {
-        "suites": [suite.name for suite in chosen],
-        "rounds": rounds,
-        "threads": used,
-        "backend": setting.level,
-        "case": case,
-        "quick": quick,
-        "seed": seed,
-        "dtype": ", ".join(sorted({case.dtype for suite in kept for case in suite.cases} or {"float32"})),
-        "cpu": cpu_name(),
-        "peers": peer_versions(),
-        "command": _name_command([suite.name for suite in chosen], setting, seed),
-    }
+        spec = {
+            "suites": [suite.name for suite in chosen],
+            "rounds": rounds,
+            "threads": used,
+            "backend": setting.level,
+            "case": case,
+            "quick": quick,
+            "seed": seed,
+            "dtype": ", ".join(sorted({case.dtype for suite in kept for case in suite.cases} or {"float32"})),
+            "cpu": cpu_name(),
+            "peers": peer_versions(),
+            "command": _name_command([suite.name for suite in chosen], setting, seed),
+        }
+
+        def keep(measurements: Sequence[Measurement], probes: Sequence[Probe], left: int) -> None:
+            if on_case is not None and left > 0:
+                on_case(_make_record({**spec, "cases_left": left}, measurements, probes, [], missing))
+
+        measurements, probes, peaks = _run_suites(kept, present, setting, on_step or (lambda *_: None), keep)
     return _make_record(spec, measurements, probes, peaks, missing)
 
 
@@ -168,7 +175,11 @@ def _leave_out(
 
 
 def _run_suites(
-    suites: Sequence[Suite], present: dict[str, Contender], setting: _Setting, tell: Tell
+    suites: Sequence[Suite],
+    present: dict[str, Contender],
+    setting: _Setting,
+    tell: Tell,
+    keep: Callable[[Sequence[Measurement], Sequence[Probe], int], None],
 ) -> tuple[list[Measurement], list[Probe], list[Peak]]:
     cases = [(suite, case) for suite in suites for case in suite.cases]
     remembering = [suite for suite in suites if suite.name == "memory"]
@@ -197,6 +208,7 @@ def _run_suites(
             tell(label, index / steps)
             common: dict[str, Any] = {"rounds": setting.rounds, "threads": setting.threads, "rng": setting.rng}
             measurements.append(measure(case, contenders, prober, on_round=follow, **common))
+            keep(measurements, prober.results, steps - index - 1)
     peaks = []
     for index, (contender, n) in enumerate(tasks):
         tell(f"memory: {contender.name}, N {n}", (len(cases) + index) / steps)
@@ -256,4 +268,7 @@ def _make_record(
         "best_probe": best._asdict(),
     }
     about = f"{spec['cpu']}, {spec['backend']}, {count(spec['threads'], 'thread')}, {spec['dtype']}"
-    return Record("bench", spec, tables, curves, tabulation.read_tables(tables, about))
+    sentences = tabulation.read_tables(tables, about)
+    if left := spec.get("cases_left", 0):
+        sentences.append(f"The run was stopped before its end; missing: {count(left, 'measurement')}.")
+    return Record("bench", spec, tables, curves, sentences)

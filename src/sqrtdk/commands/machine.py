@@ -57,7 +57,9 @@ def bench(
     backend: Annotated[str | None, typer.Option(help="A backend of `sqrtdk info`; default: the best.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Sequences up to 2048 only, fewer rounds.")] = False,
     seed: Seed = 0,
-    output: Annotated[Path | None, typer.Option(help="Also write JSON with every timing into this file.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Also write JSON with every timing into this file, after each case.")
+    ] = None,
     json: Json = False,
     plot: Plot = None,
 ) -> None:
@@ -82,6 +84,7 @@ def bench(
             quick=quick,
             seed=seed,
             on_step=bar.show,
+            on_case=None if output is None else lambda so_far: write_raw(so_far, output),
         )
     if output is not None:
         write_raw(record, output)
