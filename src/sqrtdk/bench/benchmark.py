@@ -56,7 +56,7 @@ def run_benchmark(
     quick: bool = False,
     seed: int = 0,
     on_step: Tell | None = None,
-    on_case: Callable[[Record], None] | None = None,
+    on_case: Callable[[Record], object] | None = None,
 ) -> Record:
     """Time attention on arrays, on tensors and in a model, beside its peers, interleaved.
 
