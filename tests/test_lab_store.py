@@ -1,10 +1,12 @@
 """The store: what is put is there, and a file that is not ours is left alone."""
 
+import contextlib
+import functools
 import os
 import sqlite3
 import tempfile
-from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -150,7 +152,7 @@ def test_a_full_disk_is_one_error_and_keeps_what_was_there(tmp_path):
         assert len(store) == 3
 
 
-@contextmanager
+@contextlib.contextmanager
 def as_nobody():
     """Root may write everything; nobody may not."""
     root = os.geteuid() == 0
@@ -186,3 +188,27 @@ def test_a_damaged_row_is_one_error(tmp_path):
     connection.close()
     with Store(path) as store, pytest.raises(SqrtdkError, match="is damaged"):
         store.get(RunSpec(seed=0))
+
+
+def test_a_store_that_another_process_is_making_is_seen_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "runs.sqlite"
+    connect = sqlite3.connect
+    with contextlib.closing(connect(path)) as connection:
+        connection.execute("PRAGMA journal_mode = WAL")
+    assert path.stat().st_size > 0
+
+    class Slow(sqlite3.Connection):
+        """The table is made between its first look and the next."""
+
+        def execute(self, statement, *values):
+            cursor = super().execute(statement, *values)
+            if statement != "PRAGMA application_id":
+                return cursor
+            (row,) = cursor.fetchall()
+            monkeypatch.setattr(sqlite3, "connect", connect)
+            Store(path).close()
+            return SimpleNamespace(fetchone=lambda: row)
+
+    monkeypatch.setattr(sqlite3, "connect", functools.partial(connect, factory=Slow))
+    Store(path).close()
+    assert sqlite3.connect is connect  # the other one did come in between

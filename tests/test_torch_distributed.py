@@ -39,6 +39,7 @@ def reduce_on_rank(rank, world, folder, task):
     except SqrtdkError as error:
         result = str(error)
     (folder / f"{rank}.pickle").write_bytes(pickle.dumps(result))
+    dist.barrier()  # gloo aborts a rank that is still connected when the other ends
     dist.destroy_process_group()
 
 

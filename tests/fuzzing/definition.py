@@ -40,6 +40,11 @@ class Rounding:
     in_pairs: bool = False
 
     @property
+    def most(self) -> Real:
+        """The largest number of the working precision."""
+        return Real(float(ml_dtypes.finfo(DTYPES[self.working]).max))
+
+    @property
     def of_pairs(self) -> Real:
         return Real(1.01 * 2.0**-8 if self.in_pairs else 0.0)
 
@@ -384,7 +389,11 @@ def attend(problem: Problem, soft: Softmax) -> dict[str, Bounded]:
         output = weights @ v
         error = problem.drop(soft.weights_error.clip(max=Real("1e4000"))) @ np.abs(v)
         relative = rounding.of_sum(v.shape[-2]) + rounding.of_pairs
-        error = error + relative * size_of_products(weights, v.swapaxes(-1, -2))
+        sizes = size_of_products(weights, v.swapaxes(-1, -2))
+        error = error + relative * sizes
+        if problem.kept is not None:
+            # Weights that grew may add up to more than 1: sums on the way overflow where the output does not.
+            error = np.where(sizes >= Real(0.99) * rounding.most, np.inf, error)
         # Products of weights and values below the smallest number.
         error = error + rounding.of_storing(output) + max(problem.growth, 1) * rounding.smallest * v.shape[-2]
         error = np.where(soft.undefined[..., None], np.inf, error)

@@ -236,8 +236,12 @@ def _require_usable(path: Path) -> None:
 
 def _read_identity(path: Path) -> tuple[int, int, int]:
     # Opened for writing though nothing is written: a read-only reader cannot clear its -wal and -shm files away.
-    connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=rw", timeout=_BUSY_SECONDS, uri=True)
+    connection = sqlite3.connect(
+        f"{path.resolve().as_uri()}?mode=rw", timeout=_BUSY_SECONDS, isolation_level=None, uri=True
+    )
     try:
+        # One transaction: another sweep may be making the table, which must be seen whole or not at all.
+        connection.execute("BEGIN")
         application = connection.execute("PRAGMA application_id").fetchone()[0]
         version = connection.execute("PRAGMA user_version").fetchone()[0]
         tables = connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]
