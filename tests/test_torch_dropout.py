@@ -12,7 +12,7 @@ from sqrtdk.draws import draw_kept
 from sqrtdk.torch import attention, scaled_dot_product_attention, tiles
 from sqrtdk.torch.engines.blocks import BLOCKS
 from sqrtdk.torch.engines.tensor_kernel import TENSOR_KERNEL
-from torch_cases import DTYPES, draw, draw_like, require_grad
+from torch_cases import DTYPES, draw, draw_like, require_grad, seeded
 
 SEED = torch.tensor(2**60 + 99)
 
@@ -76,17 +76,6 @@ def test_any_rank_counts_its_rows_alike(native, shape):
     torch.testing.assert_close(ours.output, theirs.output, rtol=1e-5, atol=1e-5)
     for one, other in zip(gradients[:4], others[:4], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4, check_dtype=False)
-
-
-def seeded(function, seed=0):
-    """The function with torch's generator set before each call, and set back after it."""
-
-    def call(*args):
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            return function(*args)
-
-    return call
 
 
 def test_the_seed_is_torchs_and_decides(native):

@@ -19,6 +19,7 @@ from torch_cases import (
     draw,
     draw_like,
     require_grad,
+    seeded,
     unit,
     widen,
 )
@@ -252,17 +253,6 @@ def test_errors_are_at_most_twice_those_of_eager_and_of_gradients_thrice(name, d
         for what, times, *numbers in zip(("output", "q", "k", "v"), (2, 3, 3, 3), *every, strict=True):
             ours, theirs, floor = largest_errors(*numbers)
             assert ours <= times * theirs + floor, (what, seed, ours, theirs, floor)
-
-
-def seeded(function, seed=0):
-    """The function with torch's generator set before each call, and set back after it."""
-
-    def call(*args):
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            return function(*args)
-
-    return call
 
 
 def kept(p, queries=25, keys=60, seed=0):

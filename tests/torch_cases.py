@@ -202,3 +202,14 @@ def assert_same_with_gradients(one, other, leaves, others=None):
     result = torch.autograd.grad(one.output, leaves, grad)
     for left, right in zip(result, torch.autograd.grad(other.output, others or leaves, grad), strict=True):
         torch.testing.assert_close(left, right, rtol=1e-10, atol=1e-12)
+
+
+def seeded(function, seed=0):
+    """The function with torch's generator set before each call, and set back after it."""
+
+    def call(*args):
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            return function(*args)
+
+    return call

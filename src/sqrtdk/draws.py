@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 # 32 bits kept in an int64: a product with a multiplier below 2³¹ never overflows.
-_WORD = 0xFFFFFFFF
+WORD = 0xFFFFFFFF
 _FIRST_MULTIPLIER, _SECOND_MULTIPLIER = 0x21F0AAAD, 0x735A2D97
-_KEY_STEP = 0x1E3779B9
+KEY_STEP = 0x1E3779B9
 
 
 def mix(word: Any) -> Any:
     """A permutation of the 32-bit words in which every bit moves every other (Mueller, Wellons: hash prospector)."""
     word = word ^ (word >> 16)
-    word = (word * _FIRST_MULTIPLIER) & _WORD
+    word = (word * _FIRST_MULTIPLIER) & WORD
     word = word ^ (word >> 15)
-    word = (word * _SECOND_MULTIPLIER) & _WORD
+    word = (word * _SECOND_MULTIPLIER) & WORD
     return word ^ (word >> 15)
 
 
@@ -37,15 +37,15 @@ def draw(seed: Any, rows: Any, keys: Any) -> Any:
     >>> draw(7, np.arange(2)[:, None], np.arange(3)).tolist()
     [[56850723, 2249137244, 1679141780], [2752210711, 4200255357, 1705087053]]
     """
-    low, high = seed & _WORD, (seed >> 32) & _WORD
-    key, other_key = mix(low ^ mix((high + 1) & _WORD)), mix(high ^ mix((low + 1) & _WORD))
-    start = mix((rows & _WORD) ^ mix(((rows >> 32) & _WORD) ^ key))
-    twist = mix((start + other_key) & _WORD)
-    word = (start + (keys & _WORD) * _KEY_STEP) & _WORD
+    low, high = seed & WORD, (seed >> 32) & WORD
+    key, other_key = mix(low ^ mix((high + 1) & WORD)), mix(high ^ mix((low + 1) & WORD))
+    start = mix((rows & WORD) ^ mix(((rows >> 32) & WORD) ^ key))
+    twist = mix((start + other_key) & WORD)
+    word = (start + (keys & WORD) * KEY_STEP) & WORD
     word = word ^ (word >> 16)
-    word = (word * _FIRST_MULTIPLIER) & _WORD
+    word = (word * _FIRST_MULTIPLIER) & WORD
     word = word ^ (word >> 15) ^ twist
-    return (word * _SECOND_MULTIPLIER) & _WORD
+    return (word * _SECOND_MULTIPLIER) & WORD
 
 
 def draw_kept(probability: float, seed: Any, rows: Any, keys: Any) -> Any:
@@ -55,7 +55,7 @@ def draw_kept(probability: float, seed: Any, rows: Any, keys: Any) -> Any:
     >>> draw_kept(0.4, 7, np.arange(2)[:, None], np.arange(3)).tolist()
     [[False, True, False], [True, True, False]]
     """
-    return draw(seed, rows, keys) >= min(int(probability * 2**32), _WORD)
+    return draw(seed, rows, keys) >= min(int(probability * 2**32), WORD)
 
 
 def growth_of_kept(probability: float) -> float:

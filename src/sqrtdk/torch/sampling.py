@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sqrtdk.draws import mix
+from sqrtdk.draws import KEY_STEP, WORD, mix
 from sqrtdk.errors import InvalidTypeError, InvalidValueError
-
-_WORD = 0xFFFFFFFF  # 32 bits kept in an int64: a product with a multiplier below 2³¹ never overflows
 
 
 def sample_positions(rows: int, count: int, seed: int, device: torch.device | str | None = None) -> Tensor:
@@ -50,6 +48,6 @@ def check_sample(count: int, seed: int) -> None:
 def _hash(counter: Tensor, seed: int) -> Tensor:
     """A 32-bit word per counter, keyed by the seed: a counter-based generator (Salmon et al. 2011) of two rounds."""
     seeds = torch.full_like(counter, seed)
-    key = mix((seeds & _WORD) ^ mix((seeds >> 32) + 1))
-    words: Tensor = mix(mix((counter * 0x1E3779B9 + key) & _WORD) ^ key)
+    key = mix((seeds & WORD) ^ mix((seeds >> 32) + 1))
+    words: Tensor = mix(mix((counter * KEY_STEP + key) & WORD) ^ key)
     return words
