@@ -12,7 +12,7 @@ import numpy.typing as npt
 from sqrtdk.claims.evidence import Evidence
 from sqrtdk.exercises.gaussian_rows import Estimate, estimate_mean
 
-Verdict = Literal["holds", "wrong", "depends"]
+Verdict = Literal["holds", "wrong", "depends", "undecided"]
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,8 @@ class Finding:
 
     Args:
         computed: the computed value in words, beside the claimed one.
-        verdict: `holds`, `wrong`, or `depends` (true under conditions that `why` names).
+        verdict: `holds`, `wrong`, `depends` (true under conditions that `why` names), or `undecided` (the evidence at
+            hand is too little: too few seeds or steps).
         why: one sentence.
         numbers: the values behind it, for scripts.
     """
