@@ -17,6 +17,7 @@ from sqrtdk.exercises.gaussian_rows import (
     choose_effort,
     draw_attention,
     estimate_mean,
+    name_importance,
     policy_factors,
     require_count,
     require_sampling,
@@ -45,8 +46,6 @@ _WORDS = (
 )
 # The law for n → ∞ states its error from here on.
 _FEWEST_KEYS_OF_THE_LAW = 64
-# Effective keys with 1/√dₖ over those without: below the first scaling matters little, from the second on it matters.
-_LITTLE, _MUCH = 1.1, 2.0
 
 
 def explain(
@@ -274,12 +273,10 @@ def _conclude(keys: Mapping[str, float], d_k: int, n: int) -> str:
     ratio = keys["sqrt"] / keys["none"]
     if d_k == 1:
         verdict = "the three are the same, as √1 = 1: there is nothing to scale"
-    elif ratio < _LITTLE:
-        verdict = f"{ratio:.2f} times as many with 1/√dₖ as without: at this size scaling matters little"
-    elif ratio < _MUCH:
-        verdict = f"{ratio:.2f} times as many with 1/√dₖ as without: at this size scaling matters somewhat"
     else:
-        verdict = f"{ratio:.3g} times as many with 1/√dₖ as without: at this size scaling matters"
+        importance = name_importance(ratio)
+        times, much = (f"{ratio:.3g}", "") if importance == "much" else (f"{ratio:.2f}", f" {importance}")
+        verdict = f"{times} times as many with 1/√dₖ as without: at this size scaling matters{much}"
     listed = ", ".join(f"{_name_count(keys[policy])} with {name_policy(policy)}" for policy in POLICIES)
     return f"In short: of {n} keys a query attends to about {listed} (effective keys); {verdict}."
 

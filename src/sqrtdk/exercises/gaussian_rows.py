@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,7 @@ _FEWEST_QUERIES, _MOST_ROWS = 16, 4096
 _USUAL_DRAWS, _MOST_DRAWS, _FEWEST_KEYS, _DRAWS_AT_ONE = 16, 256, 2048, 128
 _FEWEST_DRAWS = 8
 _MOST_NUMBERS = 2**26
+_LITTLE, _MUCH = 1.1, 2.0
 
 
 class Estimate(NamedTuple):
@@ -164,6 +165,15 @@ def sample_policies(*, d_k: int, n: int, draws: int, queries: int, seed: int) ->
     require_sampling(d_k=d_k, n=n, draws=draws, queries=queries, seed=seed)
     sampled = sample_rows(policy_factors(d_k), d_k=d_k, n=n, draws=draws, queries=queries, seed=seed)
     return dict(zip(POLICIES, sampled, strict=True))
+
+
+def name_importance(ratio: float) -> Literal["little", "somewhat", "much"]:
+    """Name how much scaling matters, by the effective keys with 1/√dₖ over those with no scaling: below 1.1, 2, above.
+
+    >>> name_importance(1.05), name_importance(1.1), name_importance(2.0)
+    ('little', 'somewhat', 'much')
+    """
+    return "little" if ratio < _LITTLE else "somewhat" if ratio < _MUCH else "much"
 
 
 def _measure(q: Array, k: Array, v: Array, grad_output: Array, scale: float) -> dict[str, Array]:
