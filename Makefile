@@ -7,6 +7,9 @@ REPORT := sqrtdk-report.html
 RUNS := build/runs.sqlite
 SEED := 20261116
 KERNEL := CMakeLists.txt $(wildcard kernel/*.h kernel/*.cpp bindings/*.cpp)
+# What an editable installation rests on: the kernel's sources, and which modules there are (it maps each name to a file).
+FOLDERS := $(shell find src -type d)
+INSTALLED := { cat $(KERNEL); find src -name '*.py' | sort; } | cksum
 COMPILED := $(BIN)/python -c "import sqrtdk._kernel" 2>/dev/null
 # Two test processes on two cores: BLAS threads of their own would only wait for each other.
 PYTEST := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest
@@ -64,7 +67,7 @@ $(VENV)/packages.stamp: $(VENV)/venv.stamp pyproject.toml
 
 $(VENV)/built.stamp: $(VENV)/base.stamp pyproject.toml
 	$(PIP) --no-build-isolation --no-deps -e .
-	@cat $(KERNEL) | cksum > $(VENV)/kernel.sum
+	@$(INSTALLED) > $(VENV)/installed.sum
 	touch $@
 
 # torch is unpacked, on one core, while the kernel is compiled.
@@ -73,9 +76,9 @@ $(VENV)/run.stamp: $(VENV)/venv.stamp pyproject.toml
 	touch $@
 
 # The installed kernel is a copy: changed sources are compiled (only what changed) and installed again.
-$(VENV)/kernel.stamp: $(VENV)/run.stamp $(KERNEL)
-	@cat $(KERNEL) | cksum | cmp -s - $(VENV)/kernel.sum || $(PIP) --no-build-isolation --no-deps -e .
-	@cat $(KERNEL) | cksum > $(VENV)/kernel.sum
+$(VENV)/kernel.stamp: $(VENV)/run.stamp $(KERNEL) $(FOLDERS)
+	@$(INSTALLED) | cmp -s - $(VENV)/installed.sum || $(PIP) --no-build-isolation --no-deps -e .
+	@$(INSTALLED) > $(VENV)/installed.sum
 	touch $@
 
 $(VENV)/dev.stamp: $(VENV)/run.stamp

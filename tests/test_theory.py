@@ -56,6 +56,73 @@ def test_the_variance_law_needs_no_normal_distribution(entries):
     assert_covers((dots - dots.mean()) ** 2, theory.dot_product_variance(8, mean_q=0.5))
 
 
+def test_a_row_does_not_see_the_mean_of_its_keys():
+    """Over pairs Var(q·k) is 128 at μ_k = 1, dₖ = 64; over the keys of one row it is 64."""
+    rng = np.random.default_rng(12)
+    q, k = rng.standard_normal((4000, 64)), 1.0 + rng.standard_normal((500, 64))
+    within = (q @ k.T).var(axis=1, ddof=1)
+    # One set of keys is shared by all rows: its own scatter is 64·√(2/(64·500)) and more than that of the queries.
+    assert within.mean() == pytest.approx(theory.row_variance(64), rel=0.05)
+    pairs = (rng.standard_normal((40_000, 64)) * (1.0 + rng.standard_normal((40_000, 64)))).sum(axis=1)
+    assert_covers((pairs - pairs.mean()) ** 2, theory.dot_product_variance(64, mean_k=1.0))
+
+
+@pytest.mark.parametrize("law", [{"mean_q": 2.0, "std_q": 0.5}, {"std_k": 3.0}, {"key_correlation": 0.9}, {}], ids=str)
+def test_variance_within_rows_by_sampling(law):
+    rng = np.random.default_rng(13)
+    full = {"mean_q": 0.0, "std_q": 1.0, "std_k": 1.0, "key_correlation": 0.0} | law
+    r = full["key_correlation"]
+    q = full["mean_q"] + full["std_q"] * rng.standard_normal((20_000, 8, 1))
+    shared, own = rng.standard_normal((20_000, 8, 1)), rng.standard_normal((20_000, 8, 6))
+    k = full["std_k"] * (math.sqrt(r) * shared + math.sqrt(1 - r) * own)
+    assert_covers((q * k).sum(axis=1).var(axis=1, ddof=1), theory.row_variance(8, **law))
+
+
+def test_variance_of_keys_that_are_not_isotropic():
+    """A spectrum λᵢ = i^(−1.5) on q and on k, turned by one rotation: Var(q·k) = tr(Σ_qΣ_k) = 13.8 times isotropic."""
+    rng = np.random.default_rng(14)
+    turn, _ = np.linalg.qr(rng.standard_normal((64, 64)))
+    spectrum = np.arange(1, 65) ** -1.5
+    spectrum *= 64 / spectrum.sum()
+    q, k = ((rng.standard_normal((60_000, 64)) * np.sqrt(spectrum)) @ turn for _ in range(2))
+    covariance = (turn.T * spectrum) @ turn
+    a = theory.alignment(covariance, covariance)
+    assert a == pytest.approx(64 * (spectrum**2).sum() / spectrum.sum() ** 2)
+    assert a == pytest.approx(13.8, abs=0.05)
+    assert theory.alignment(np.eye(64), covariance) == pytest.approx(1.0)
+    assert_covers((q * k).sum(axis=1) ** 2, theory.row_variance(64, alignment=a))
+
+
+def test_correlated_keys_concentrate_as_the_variance_within_a_row_says():
+    """r = 0.9, dₖ = 64, n = 1024: Σp² follows σ√(1 − r); without it one would expect 0.6."""
+    rng = np.random.default_rng(15)
+    measured = []
+    for _ in range(60):
+        q, shared, own = rng.standard_normal((16, 64)), rng.standard_normal((1, 64)), rng.standard_normal((1024, 64))
+        k = math.sqrt(0.9) * shared + math.sqrt(0.1) * own
+        measured.append(attention(q, k, k[:, :0], scale=1.0).statistics.sum_p2.mean())
+    assert_covers(np.array(measured), theory.expected_rows(math.sqrt(0.1), 64, 1024).sum_p2)
+    assert theory.expected_rows(1.0, 64, 1024).sum_p2 > 0.55
+
+
+@pytest.mark.parametrize(("entries", "of_pairs"), [("signs", 0.0), ("uniform", 0.8), ("normal", 2.0), ("laplace", 5.0)])
+def test_a_vector_with_itself_has_the_variance_of_its_fourth_moment(entries, of_pairs):
+    """Var(q·q)/dₖ = E q⁴ − 1: the formula with r² is for Gaussian pairs alone."""
+    rng = np.random.default_rng(16)
+    draw = {
+        "signs": lambda size: rng.choice([-1.0, 1.0], size),
+        "uniform": lambda size: rng.uniform(-math.sqrt(3), math.sqrt(3), size),
+        "normal": rng.standard_normal,
+        "laplace": lambda size: rng.laplace(scale=math.sqrt(0.5), size=size),
+    }[entries]
+    squares = (draw((200_000, 4)) ** 2).sum(axis=1)
+    if of_pairs:
+        assert_covers((squares - 4.0) ** 2, 4 * of_pairs)
+    else:
+        assert np.ptp(squares) == pytest.approx(0.0, abs=1e-12)
+    assert (theory.dot_product_variance(4, correlation=1.0) == 4 * of_pairs) == (entries == "normal")
+
+
 def test_variance_by_hand():
     assert theory.dot_product_variance(64) == 64
     assert math.sqrt(theory.dot_product_variance(512)) == pytest.approx(22.627417)
@@ -186,6 +253,85 @@ def test_condensation_of_sum_p2_below_the_transition():
         assert theory.condensation(sigma, n).sum_p2 == pytest.approx(theory.expected_softmax(sigma, n).sum_p2, rel=0.05)
 
 
+def test_the_average_of_sum_p2_between_spread_and_condensed():
+    """One key against the mean of the rest: n∫N(x)·(eˣ/(eˣ + Z₀))²dx with Z₀ = n·e^{σ²/2}, extended from its edge."""
+    n = 1024
+    ratios = {}
+    for rho in (0.65, 0.75, 0.85, 0.95):
+        sigma = rho * math.sqrt(2 * math.log(n))
+        ratios[rho] = theory.condensation(sigma, n).sum_p2 / theory.expected_softmax(sigma, n).sum_p2
+    assert ratios == pytest.approx({0.65: 1.69, 0.75: 0.96, 0.85: 0.71, 0.95: 0.53}, abs=0.01)
+    # What it is at ρ = ¾: 0.103 by the limit, 0.107 exactly; the typical row's n^(−2(1−ρ)²) would be 0.42.
+    sigma = 0.75 * math.sqrt(2 * math.log(n))
+    assert theory.condensation(sigma, n).sum_p2 == pytest.approx(0.103, abs=5e-4)
+    assert theory.expected_softmax(sigma, n).sum_p2 == pytest.approx(0.1074, abs=5e-5)
+    # With other exponents the ratio would change by orders of magnitude from a thousand keys to 10¹².
+    for many in (10**3, 10**6, 10**9, 10**12):
+        wide = 0.75 * math.sqrt(2 * math.log(many))
+        limit, exact = theory.condensation(wide, many).sum_p2, theory.expected_softmax(wide, many).sum_p2
+        assert limit == pytest.approx(exact, rel=0.07)
+
+
+@pytest.mark.parametrize("rho", [0.0, 0.1, 0.2, 0.3, 0.4])
+@pytest.mark.parametrize("n", [64, 1024, 10**5])
+def test_the_entropy_expansion_is_good_at_small_spread(rho, n):
+    sigma = rho * math.sqrt(2 * math.log(n))
+    exact = theory.expected_softmax(sigma, n).entropy
+    expansion, limit = theory.entropy_expansion(sigma, n), theory.condensation(sigma, n).entropy
+    assert abs(expansion - exact) < 0.011
+    assert abs(expansion - exact) <= abs(limit - exact) + 1e-9
+
+
+@pytest.mark.parametrize(("sigma", "n"), [(0.5, 8), (2.0, 64), (8.0, 1024), (22.0, 16), (5.0, 2), (3.0, 3)])
+def test_expected_jacobian_by_sampling(sigma, n):
+    logits = sigma * np.random.default_rng(17).standard_normal((max(4000, 10**6 // n), n))
+    p = softmax(logits)
+    p2, p3 = (p**2).sum(axis=1), (p**3).sum(axis=1)
+    along = p * (logits - (p * logits).sum(axis=1, keepdims=True)) / sigma
+    result = theory.expected_jacobian(sigma, n)
+    assert_covers(p2 - 2 * p3 + p2**2, result.norm_square)
+    assert_covers((along**2).sum(axis=1), result.along_square)
+
+
+def test_expected_jacobian_in_the_condensed_phase():
+    """E‖J‖²_F → y(1 − y)/3 as ρ grows, where (Σp² − (Σp²)²) alone would give y(1 − y)."""
+    shares = []
+    for rho in (2.0, 4.0, 8.0):
+        sigma = rho * math.sqrt(2 * math.log(1024))
+        y = theory.expected_softmax(sigma, 1024).sum_p2
+        shares.append(theory.expected_jacobian(sigma, 1024).norm_square / (y * (1 - y)))
+    assert shares == pytest.approx([1 / 3, 1 / 3, 1 / 3], rel=0.09)
+    assert shares[0] > shares[1] > shares[2] > 1 / 3
+
+
+def test_averages_are_continuous_where_the_expansion_takes_over():
+    for n in (2, 5, 1000):
+        for function in (theory.expected_softmax, theory.expected_jacobian):
+            below, above = np.array(function(0.99999e-3, n)), np.array(function(1.00001e-3, n))
+            np.testing.assert_allclose(below, above, rtol=1e-5)
+
+
+def test_the_crossing_is_the_first_size_whose_sum_is_a_half():
+    for n in (3, 16, 1024):
+        crossing = theory.concentration_crossing(n)
+        assert theory.expected_rows(1.0, crossing, n).sum_p2 >= 0.5 > theory.expected_rows(1.0, crossing - 1, n).sum_p2
+        assert crossing < theory.unscaled_crossover(n).nearly_one_hot
+
+
+def test_expected_rows_by_sampling():
+    rng = np.random.default_rng(18)
+    ratios, sums = [], []
+    for _ in range(200):
+        q, k = rng.standard_normal((16, 8)), rng.standard_normal((1024, 8))
+        rows = attention(q, k, k[:, :0], scale=1.0).statistics
+        ratios.append(rows.entropy_ratio.mean())
+        sums.append(rows.sum_p2.mean())
+    expected = theory.expected_rows(1.0, 8, 1024)
+    assert expected.entropy_ratio == pytest.approx(0.5635, abs=5e-5)
+    assert_covers(np.array(ratios), expected.entropy_ratio)
+    assert_covers(np.array(sums), expected.sum_p2)
+
+
 @pytest.mark.parametrize("n", [2, 3, 10, 1000])
 @pytest.mark.parametrize("gap", [0.0, 0.5, 3.0, 30.0])
 def test_the_entropy_bound_is_reached_by_one_high_logit(n, gap):
@@ -262,25 +408,51 @@ def test_torchs_own_layers_start_with_the_stated_variance():
     assert float(linear.weight.detach().var()) == pytest.approx(law.weight, rel=0.02)
 
 
-def measured_gradient(scale, d_k, n, seed=11):
-    """Mean ‖∂loss/∂q‖ per unit of ‖∂loss/∂o‖ for Gaussian q, k, v and output gradient."""
+def measured_gradients(scale, d_k, n, samples, queries=32, seed=11):
+    """‖∂loss/∂q‖ per unit of ‖∂loss/∂o‖ for Gaussian q, k, v and output gradient, `[samples, queries]`."""
     rng = np.random.default_rng(seed)
-    q, grad = rng.standard_normal((2, 8, 32, d_k))
-    k, v = rng.standard_normal((2, 8, n, d_k))
+    q, grad = rng.standard_normal((2, samples, queries, d_k))
+    k, v = rng.standard_normal((2, samples, n, d_k))
     norms = np.linalg.norm(attention_gradients(q, k, v, grad, scale=scale).query, axis=-1)
-    return float((norms / np.linalg.norm(grad, axis=-1)).mean())
+    return norms / np.linalg.norm(grad, axis=-1)
 
 
-def test_gradient_scale_has_the_order_and_size_of_measured_gradients():
-    d_k, n = 64, 1024
-    for policy in (1.0, d_k**-0.5, 1 / d_k):
-        predicted, measured = theory.gradient_scale(policy, d_k=d_k, n=n), measured_gradient(policy, d_k, n)
-        factor = 1.15 if policy < 1 else 3.0
-        assert measured / factor < predicted < measured * factor
-    inverse, root, none = (theory.gradient_scale(d_k**-power, d_k=d_k, n=n) for power in (1, 0.5, 0))
-    assert inverse < 0.2 * root < root < 0.2 * none
-    assert theory.gradient_scale(-0.125, d_k=64, n=1024) == root
+@pytest.mark.parametrize(
+    ("d_k", "n", "power"), [(64, 256, 0), (64, 256, 0.5), (64, 256, 1), (512, 16, 0), (4, 16, 0), (1, 16, 0), (2, 2, 0)]
+)
+def test_gradient_scale_is_the_root_mean_square(d_k, n, power):
+    scale = d_k**-power
+    squares = (measured_gradients(scale, d_k, n, samples=64) ** 2).mean(axis=1)
+    assert_covers(squares, theory.gradient_scale(scale, d_k=d_k, n=n) ** 2)
+
+
+def test_gradient_scale_of_no_scale_and_of_a_negative_one():
+    assert theory.gradient_scale(-0.125, d_k=64, n=1024) == theory.gradient_scale(0.125, d_k=64, n=1024)
     assert theory.gradient_scale(0.0, d_k=64, n=1024) == 0
+
+
+def test_the_gap_density_by_sampling():
+    for n in (2, 16, 300):
+        top = np.sort(np.random.default_rng(19).standard_normal((200_000, n) if n < 50 else (20_000, n)), axis=1)[
+            :, -2:
+        ]
+        near = (top[:, 1] - top[:, 0] < 0.02) / 0.02
+        # The density falls from 0 on: at most by its own slope over the interval.
+        error = near.std() / math.sqrt(len(near))
+        assert abs(near.mean() - theory.top_gap_density(n)) < 5 * error + 0.03 * theory.top_gap_density(n)
+
+
+def test_unscaled_gradients_are_uneven_as_the_limit_says():
+    """The mean stays, the root mean square grows as dₖ^¼, and ever fewer rows have a largest weight below 0.9."""
+    limits = {d_k: theory.unscaled_gradients(d_k, 16) for d_k in (64, 512, 4096)}
+    assert {limit.mean for limit in limits.values()} == {math.sqrt(2 / math.pi) * theory.top_gap_density(16)}
+    norms = measured_gradients(1.0, 512, 16, samples=600, queries=4).mean(axis=1)
+    assert assert_covers(norms, limits[512].mean) < 0.1
+    assert theory.gradient_scale(1.0, d_k=512, n=16) == pytest.approx(limits[512].root_mean_square, rel=0.05)
+    rng = np.random.default_rng(20)
+    q, k = rng.standard_normal((2000, 1, 512)), rng.standard_normal((2000, 16, 512))
+    alive = attention(q, k, k[..., :0], scale=1.0).statistics.max_weight < 0.9
+    assert float(alive.mean()) == pytest.approx(limits[512].alive, abs=0.03)
 
 
 def test_query_gradient_norm_is_its_formula():
@@ -299,6 +471,14 @@ def test_query_gradient_norm_is_its_formula():
         (lambda: theory.expected_softmax(-1.0, 4), r"sigma must be finite and not negative, got -1.0"),
         (lambda: theory.expected_softmax(math.inf, 4), r"sigma must be finite and not negative, got inf"),
         (lambda: theory.unscaled_crossover(1), r"n must be at least 2 keys, got 1"),
+        (lambda: theory.row_variance(4, alignment=-1.0), r"alignment must not be negative, got -1.0"),
+        (lambda: theory.alignment(np.eye(2), np.eye(3)), r"must have shape \[d_k, d_k\], got \(2, 2\) and \(3, 3\)"),
+        (lambda: theory.alignment(np.eye(2), np.zeros((2, 2))), r"must have a positive trace, got 2.0 and 0.0"),
+        (lambda: theory.expected_rows(1.0, 0, 4), r"d_k must be at least 1, got 0"),
+        (lambda: theory.gradient_scale(1.0, d_k=0, n=4), r"d_k must be at least 1, got 0"),
+        (lambda: theory.unscaled_gradients(0, 4), r"d_k must be at least 1, got 0"),
+        (lambda: theory.top_gap_density(1), r"n must be at least 2 keys, got 1"),
+        (lambda: theory.concentration_crossing(1), r"n must be at least 2 keys, got 1"),
         (lambda: theory.digamma(0.0), r"x must be positive, got 0.0"),
         (lambda: theory.digamma(math.nan), r"x must be positive, got nan"),
         (

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from sqrtdk.scales import Policy
-from sqrtdk.theory import namespace_of
+from sqrtdk.theory.softmax import namespace_of
 
 # The limits of kernel.h that leave a side of the visible range open.
 OPEN_BELOW, OPEN_ABOVE = -(2**63), 2**63 - 1

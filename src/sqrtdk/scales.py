@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sqrtdk.errors import InvalidTypeError, InvalidValueError, unknown_name
-from sqrtdk.theory import namespace_of
+from sqrtdk.theory.softmax import namespace_of
 
 __all__ = [
     "LEARNABLE",

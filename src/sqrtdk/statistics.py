@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from sqrtdk.display import Shown, Table
 from sqrtdk.errors import InvalidTypeError, InvalidValueError, unknown_name
-from sqrtdk.theory import namespace_of, saturation_index
+from sqrtdk.theory.softmax import namespace_of, saturation_index
 
 __all__ = ["ROW_FIELDS", "ROW_STATISTICS", "AttentionStatistics", "Sample"]
 

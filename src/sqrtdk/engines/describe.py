@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqrtdk.theory import namespace_of
+from sqrtdk.theory.softmax import namespace_of
 
 
 def describe(logits: Any, scores: Any, visible: Any, sink: Any) -> list[Any]:
