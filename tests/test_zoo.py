@@ -12,7 +12,7 @@ from torch import nn
 import sqrtdk
 from sqrtdk.errors import SqrtdkError
 from sqrtdk.families import DESIGNED, is_usual, law_of_family, load_zoo
-from sqrtdk.zoo.census import WITHIN, put_together, take_census
+from sqrtdk.zoo.census import WITHIN, put_together, take_census, write_reading
 from sqrtdk.zoo.meals import BATCH, make_meals
 from sqrtdk.zoo.pool import measure_families
 from sqrtdk.zoo.shrink import Size, shrink
@@ -144,7 +144,7 @@ def test_a_family_is_shown_by_most_of_its_layers_and_the_note_says_the_rest():
     assert rows["hashed"]["note"] == "no attention was recognised in what ran"
     assert rows["odd"]["note"] == "not understood: its scores are capped twice"
     assert rows["loose"]["note"] == "recovered weights within 2e-05 of its own; with torch's attention: h.0: 0.25"
-    assert record.headline.startswith("3 of 7 families measured: 2 use 1/√dₖ, 1 another scale (0 of them normalise")
+    assert record.headline.startswith("3 of 7 families of the transformers library measured: 2 use 1/√dₖ, 1 another")
     assert len([row for row in record.tables["layers"] if row["family"] == "mixed"]) == 2
 
 
@@ -170,7 +170,9 @@ def test_the_shipped_record_is_of_most_families_dated_with_versions():
     assert {"torch", "transformers", "sqrtdk"} <= set(record.versions)
     assert record.spec["date"] >= "2026-11-16"
     assert all(row["note"] for row in rows if row["measured"] is None)
-    assert record.headline.startswith(f"{len(measured)} of {len(rows)} families measured")
+    assert [*write_reading(rows), record.reading[-1]] == list(record.reading)
+    assert record.headline == record.reading[0]
+    assert "not models in use" in record.reading[-2]
 
 
 def test_the_shipped_weights_are_the_models_own_or_the_note_says_how_near():

@@ -1,4 +1,4 @@
-"""The scale that families of models use, as a law in dₖ: by design, or as it was measured in their code."""
+"""Scales of the families of the transformers library, as laws in dₖ: by design, or as measured in their code."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def law_of_family(family: str) -> ScaleLaw | None:
 
 @cache
 def load_zoo() -> Record:
-    """The record of `sqrtdk zoo` that comes with the package: families of transformers, measured; with date, versions.
+    """The record of `sqrtdk zoo` that comes with the package: families of the transformers library, not models in use.
 
     >>> load_zoo().kind
     'zoo'

@@ -323,7 +323,7 @@ def _tell_models(material: Material) -> Chapter:
         )
     return Chapter(
         "What do real models do? A trained sentence encoder, head by head; the small models trained above; and the "
-        "scale that families of transformers apply in their code.",
+        "scale that families of the transformers library apply in their code.",
         exhibits,
         notes=notes,
     )

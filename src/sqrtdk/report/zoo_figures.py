@@ -52,8 +52,8 @@ def show_zoo(record: Record) -> Figure:
         ),
         columns=1,
         panel_height=420,
-        caption="A mark per family of transformers, in a small model built from its configuration, at the dₖ of its "
-        "default; marks of families with the same dₖ and scale lie on each other.",
+        caption="A mark per family of the transformers library, not per model in use, in a small model built from its "
+        "configuration, at the dₖ of its default; marks of families with the same dₖ and scale lie on each other.",
     )
 
 

@@ -128,7 +128,7 @@ def write_reading(families: Sequence[Any]) -> list[str]:
         if row["declared"] is not None and not math.isclose(row["declared"], row["measured"], rel_tol=SAME_SCALE)
     ]
     lines = [
-        f"{len(measured)} of {count(len(families), 'family')} measured: "
+        f"{len(measured)} of {count(len(families), 'family')} of the transformers library measured: "
         f"{len(measured) - len(others)} use 1/√dₖ, {len(others)} another scale ({normalised} of them normalise q or k)."
     ]
     if any(row["declared"] is not None for row in measured):
@@ -137,7 +137,7 @@ def write_reading(families: Sequence[Any]) -> list[str]:
             if differing
             else "Where a scale is declared, it is the measured one."
         )
-    return lines
+    return [*lines, "Families of the library are counted, each at its default configuration, not models in use."]
 
 
 def _group_layers(answer: Answer) -> list[dict[str, Any]]:
