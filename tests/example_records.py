@@ -73,8 +73,8 @@ def make_ablation(*, lrs=(1e-3,), inits=("unit",), d_ks=(64,), seeds=3, diverged
 
 
 def make_claims(why: str = "Because.") -> Record:
-    ids = ("op.formula", "var.dot", "var.init", "soft.exp", "grad.vanish", "scale.models")
-    verdicts = ("holds", "holds", "depends", "wrong", "depends", "wrong")
+    ids = ("op.formula", "var.dot", "var.init", "soft.exp", "grad.vanish", "scale.models", "scale.mentioned")
+    verdicts = ("holds", "holds", "depends", "wrong", "depends", "wrong", "undecided")
     rows = [
         {
             "id": name,
@@ -88,7 +88,7 @@ def make_claims(why: str = "Because.") -> Record:
         for name, verdict in zip(ids, verdicts, strict=True)
     ]
     texts = [{"source": "S0", "title": "“A text”"}]
-    return Record(kind="claims", spec={"seed": 0}, tables={"claims": rows, "texts": texts}, reading=["2 of 6 hold."])
+    return Record(kind="claims", spec={"seed": 0}, tables={"claims": rows, "texts": texts}, reading=["2 of 7 hold."])
 
 
 def make_swap() -> Record:

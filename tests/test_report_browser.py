@@ -160,11 +160,11 @@ def test_dark_pages_are_dark_and_their_figures_readable(browser, address):
 
 def test_twelve_pages_of_paper_are_enough(browser, tmp_path):
     path = tmp_path / "report.html"
-    # The whole number of claims that `sqrtdk claims` has, with texts as long as theirs.
+    # As many claims of each verdict as `sqrtdk claims` has, about as long as they are.
     rows = [
         {**make_claims(why="because " * 30).tables["claims"][0], "id": f"soft.{index}", "verdict": verdict}
         | {"computed": "0.123, " * 40}
-        for index, verdict in enumerate(["wrong"] * 5 + ["depends"] * 5 + ["holds"] * 25)
+        for index, verdict in enumerate(["wrong"] * 8 + ["depends"] * 18 + ["undecided"] + ["holds"] * 25)
     ]
     claims = replace(make_claims(), tables={**make_claims().tables, "claims": rows})
     ablation = make_ablation(lrs=(3e-4, 1e-3), inits=("unit", "absorbed"))

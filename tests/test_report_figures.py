@@ -177,11 +177,13 @@ def test_law_is_left_out_where_it_is_not_trusted():
 def test_claims_figure_has_one_mark_per_claim():
     record = make_claims()
     drawn = {series.group: series for series in series_of(figure_for(record), Points)}
-    assert set(drawn) == {"holds (2)", "wrong (2)", "depends (2)"}
+    assert set(drawn) == {"holds (2)", "wrong (2)", "depends (2)", "undecided (1)"}
+    assert len({series.symbol for series in drawn.values()}) == len({series.colour for series in drawn.values()}) == 4
+    assert figure_for(record).title.endswith("2 wrong, 2 depending on what they leave out, 1 undecided")
     assert drawn["wrong (2)"].text == ("exp", "models")
     assert drawn["wrong (2)"].colour == VERDICT_COLOURS["wrong"]
     places = [place for series in drawn.values() for place in zip(series.x, series.y, strict=True)]
-    assert len(set(places)) == 6
+    assert len(set(places)) == 7
 
 
 # Training

@@ -154,11 +154,14 @@ def test_every_exhibit_can_be_saved(reader, page):
 
 def test_claims_are_cards_the_wrong_ones_first(reader):
     cards = [values for tag, values in reader.tags if tag == "article"]
-    assert [values["data-verdict"] for values in cards] == ["wrong"] * 2 + ["depends"] * 2 + ["holds"] * 2
+    order = ["wrong", "wrong", "depends", "depends", "undecided", "holds", "holds"]
+    assert [values["data-verdict"] for values in cards] == order
     assert {values["id"] for values in cards} == {f"claim-{row['id']}" for row in make_claims().tables["claims"]}
     assert "sqrtdk claims soft.exp" in reader.visible
     assert "S0, “A text”, on softmax saturation" in reader.visible
-    assert "6 sentences of four short texts" in reader.visible
+    told = "2 wrong, 2 depending on what the sources leave out, 1 undecided, 2 as the sources say"
+    assert f"7 sentences of the four sources, computed one by one: {told}." in reader.visible
+    assert "? Undecided" in reader.visible
     assert "hidden_detail" not in reader.visible
 
 
@@ -240,7 +243,7 @@ def test_the_model_is_dated_and_said_to_be_measured_here_or_not():
 
 def test_a_page_without_claims_promises_none():
     text = PageReader(render_report([every_kind()["saturation"]])).visible
-    assert "four short texts" not in text
+    assert "sentences of the four sources" not in text
 
 
 def test_no_records_is_refused(tmp_path):

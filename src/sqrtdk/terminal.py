@@ -18,7 +18,7 @@ from sqrtdk.cells import format_cell, is_number, title_column
 from sqrtdk.records import Record, Row
 from sqrtdk.spelling import spell, takes_everything
 
-_VERDICT_STYLES = {"holds": "green", "wrong": "red", "depends": "yellow"}
+_VERDICT_STYLES = {"holds": "green", "wrong": "red", "depends": "yellow", "undecided": "dim"}
 _GAP = 3
 # Texts may be broken into lines this short; numbers and single words are never broken.
 _NARROWEST_TEXT = 11

@@ -1,4 +1,4 @@
-"""The claims as cards: those that are wrong or depend first, each with its text and the reader's way to check it."""
+"""Cards for claims: those that are wrong or depend first, each with its source and the command that checks it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from sqrtdk.report.table import render_text
 
 __all__ = ["render_claims"]
 
-_ORDER = ("wrong", "depends", "holds")
-_WORDS = {"wrong": "Wrong", "depends": "It depends", "holds": "Holds"}
+_ORDER = ("wrong", "depends", "undecided", "holds")
+_WORDS = {"wrong": "Wrong", "depends": "It depends", "undecided": "Undecided", "holds": "Holds"}
 _SUBJECTS = {
     "op": "on the operation",
     "var": "on the variance law",
@@ -49,9 +49,14 @@ def render_claims(record: Record, *, opened: bool = False) -> str:
 
 def _count(rows: Sequence[Row]) -> str:
     verdicts = Counter(str(row["verdict"]) for row in rows)
-    words = {"wrong": "wrong", "depends": "depending on what the texts leave out", "holds": "as the texts say"}
+    words = {
+        "wrong": "wrong",
+        "depends": "depending on what the sources leave out",
+        "undecided": "undecided",
+        "holds": "as the sources say",
+    }
     listed = ", ".join(f"{verdicts[name]} {words[name]}" for name in _ORDER if verdicts[name])
-    return f"{count(len(rows), 'sentence')} of four short texts, computed one by one: {listed}."
+    return f"{count(len(rows), 'sentence')} of the four sources, computed one by one: {listed}."
 
 
 def _render_texts(titles: Mapping[str, str]) -> str:
@@ -62,10 +67,10 @@ def _render_texts(titles: Mapping[str, str]) -> str:
 
 
 def _name_place(row: Row, titles: Mapping[str, str]) -> str:
-    """Which text says so, and on what."""
+    """Name the source and the subject."""
     source = str(row["source"])
     names = [f"{name}, {titles[name]}" if name in titles else name for name in source.split(", ")]
-    where = "all four texts" if source == "all" else "; ".join(names)
+    where = "all four sources" if source == "all" else "; ".join(names)
     subject = _SUBJECTS.get(str(row["id"]).partition(".")[0], "")
     return f"{where}{', ' if subject else ''}{subject}"
 

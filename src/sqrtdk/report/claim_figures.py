@@ -7,7 +7,7 @@ from sqrtdk.records import Record
 from sqrtdk.report.palette import NEUTRAL, VERDICT_COLOURS, VERDICT_SYMBOLS
 from sqrtdk.report.panels import Axis, Figure, Panel, Points, floats
 
-_VERDICT_WORDS = {"holds": "as the texts say", "wrong": "wrong", "depends": "depending on what they leave out"}
+_VERDICT_WORDS = {"holds": "as the sources say", "depends": "depending on what they leave out"}
 _AREAS = {"op": "operation", "var": "variance", "soft": "softmax", "grad": "gradients", "scale": "policies"}
 
 

@@ -32,9 +32,9 @@ _FIXED_GAIN = "#e0718f"
 # Two temperatures beside the default are told apart: warm for sharper, cool for softer.
 _SHARPER, _SOFTER = "#c0609a", "#5f7fa6"
 
-VERDICT_COLOURS = {"holds": "#2b8a57", "wrong": "#d0342c", "depends": "#b07a00"}
-VERDICT_SYMBOLS: dict[str, Symbol] = {"holds": "circle", "wrong": "cross", "depends": "diamond"}
-VERDICT_MARKS = {"holds": "✓", "wrong": "✗", "depends": "◐"}
+VERDICT_COLOURS = {"holds": "#2b8a57", "wrong": "#d0342c", "depends": "#b07a00", "undecided": NEUTRAL}
+VERDICT_SYMBOLS: dict[str, Symbol] = {"holds": "circle", "wrong": "cross", "depends": "diamond", "undecided": "square"}
+VERDICT_MARKS = {"holds": "✓", "wrong": "✗", "depends": "◐", "undecided": "?"}
 
 
 def policy_colour(policy: str) -> str:
