@@ -17,7 +17,7 @@ from rich.console import Console
 import sqrtdk
 from sqrtdk import exercises, progress, terminal
 from sqrtdk.cli import app, main
-from sqrtdk.lab import Store
+from sqrtdk.lab import CONTROLS, Store
 from sqrtdk.records import Record
 
 
@@ -138,11 +138,12 @@ def test_scales_lists_those_that_learn_with_their_module(capsys):
     }
 
 
-def test_ablate_control_adds_the_absorbed_runs(capsys):
+def test_ablate_control_adds_the_controls(capsys):
     line = "ablate --scale sqrt --d-k 8 --seeds 1 --steps 2 --workers 1 --control --json"
     code, out, _ = run(capsys, *line.split())
     assert code == 0
-    assert {(row["scale"], row["init"]) for row in json.loads(out)["runs"]} == {("sqrt", "unit"), ("none", "absorbed")}
+    trained = {(row["scale"], row["init"], row["qk_step"]) for row in json.loads(out)["runs"]}
+    assert trained == {("sqrt", "unit", "unit"), *CONTROLS}
 
 
 @pytest.mark.slow

@@ -6,14 +6,41 @@ import sys
 import pytest
 
 from sqrtdk.errors import InvalidTypeError, InvalidValueError
-from sqrtdk.lab import AblationSpec, RunSpec
+from sqrtdk.lab import CONTROLS, AblationSpec, Choice, RunSpec
 
 
 def test_grid_is_the_whole_product_seed_by_seed():
-    spec = AblationSpec(scales=("none", "sqrt"), d_ks=(8, 16), seeds=(5, 3), lrs=(1e-3, 2e-3), inits=("unit", "torch"))
+    spec = AblationSpec(scales=("none", "sqrt"), d_ks=(8, 16), seeds=(5, 3), inits=("unit", "torch"))
     runs = spec.runs()
-    assert len(runs) == len({run.key for run in runs}) == 2 * 2 * 2 * 2 * 2
-    assert [run.seed for run in runs] == [5] * 16 + [3] * 16
+    assert len(runs) == len({run.key for run in runs}) == 2 * 2 * 2 * 2
+    assert [run.seed for run in runs] == [5] * 8 + [3] * 8
+    assert spec.selection_runs() == []
+
+
+def test_rates_are_chosen_on_seeds_that_are_not_reported():
+    spec = AblationSpec(scales=("none", "sqrt"), d_ks=(8, 16), seeds=2, lrs=(1e-3, 2e-3), selection=3)
+    tried = spec.selection_runs()
+    assert len({run.key for run in tried}) == 2 * 2 * 2 * 3
+    assert {run.seed for run in tried} == {1000, 1001, 1002}
+    chosen = Choice("none", 16)
+    reported = spec.runs({choice: 2e-3 if choice == chosen else 1e-3 for choice in spec.choices()})
+    assert {run.seed for run in reported} == {0, 1}
+    assert {(run.scale, run.d_k) for run in reported if run.lr == 2e-3} == {("none", 16)}
+    assert len(reported) == 2 * 2 * 2
+
+
+def test_a_setting_with_a_given_rate_is_not_selected():
+    given = {Choice("sqrt", 64): 3e-3}
+    spec = AblationSpec(scales=("none", "sqrt"), seeds=1, lrs=(1e-3, 2e-3), rates=given)
+    assert {run.scale for run in spec.selection_runs()} == {"none"}
+    assert {(run.scale, run.lr) for run in spec.runs()} == {("none", 1e-3), ("sqrt", 3e-3)}
+    assert spec.as_dict()["rates"] == [{"scale": "sqrt", "d_k": 64, "init": "unit", "qk_step": "unit", "lr": 3e-3}]
+
+
+def test_controls_stand_beside_the_grid_once():
+    spec = AblationSpec(scales=("none", "sqrt"), seeds=1, also=[("none", "absorbed"), *CONTROLS, ("sqrt", "unit")])
+    assert spec.choices() == [Choice("none", 64), Choice("sqrt", 64), *(Choice(c[0], 64, *c[1:]) for c in CONTROLS)]
+    assert [(run.init, run.qk_step) for run in spec.runs()][-2] == ("absorbed", "absorbed")
 
 
 def test_grid_hands_every_setting_on():
@@ -40,6 +67,7 @@ def test_grid_hands_every_setting_on():
         {"d_k": 32},
         {"seed": 1},
         {"init": "torch"},
+        {"qk_step": "absorbed"},
         {"lr": 2e-3},
         {"steps": 601},
         {"batch": 8},
@@ -69,7 +97,8 @@ def test_defaults_spelled_out_have_the_same_key():
         ({"scale": "squirt"}, "unknown scaling policy 'squirt'; known: .*fixed.* learned.* qk_norm, query, "),
         ({"scale": "learned:2"}, "'learned' has parameters to train"),
         ({"start_scale": "squirt", "start_steps": 1}, "unknown scaling policy 'squirt'"),
-        ({"init": "zeros"}, "unknown init 'zeros'; known: absorbed, torch, unit, xavier"),
+        ({"init": "zeros"}, "unknown init 'zeros'; known: absorbed, grown, torch, unit, xavier"),
+        ({"qk_step": "torch"}, "unknown qk_step 'torch'; known: absorbed, grown, unit"),
         ({"d_k": 0}, "d_k must be at least 1, got 0"),
         ({"steps": 0}, "steps must be at least 1"),
         ({"seed": -1}, "seed must be at least 0, got -1"),
@@ -101,6 +130,14 @@ def test_wrong_type_is_refused(change):
         ({"seeds": 0}, "seeds must be at least 1, got 0"),
         ({"seeds": (1, 1)}, "seeds must not repeat"),
         ({"inits": ("unit", "zeros")}, "unknown init 'zeros'"),
+        ({"selection": 0}, "selection must be at least 1, got 0"),
+        (
+            {"seeds": (1, 1003), "lrs": (1e-3, 1e-2)},
+            "seeds must not be among those that choose the learning rate, got 1003",
+        ),
+        ({"also": [("none",)]}, r"also must hold \(scale, init\) or \(scale, init, qk_step\), got"),
+        ({"also": [("none", "unit", "half")]}, "unknown qk_step 'half'"),
+        ({"rates": {Choice("sqrt", 64): -1.0}}, "lr must be positive and finite, got -1.0"),
     ],
 )
 def test_bad_grid_is_refused(change, message):

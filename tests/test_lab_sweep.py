@@ -14,6 +14,7 @@ import pytest
 from sqrtdk import backends
 from sqrtdk.errors import InvalidTypeError, InvalidValueError, MissingExtraError
 from sqrtdk.lab import AblationSpec, Lab, Processes, Store, ablate, laboratory, processes, swap_scale
+from sqrtdk.lab.outcomes import choose_best
 from sqrtdk.lab import RunSpec as Spec
 from sqrtdk.report import figure_for
 
@@ -132,11 +133,23 @@ def test_without_torch_the_extra_is_named(monkeypatch):
 
 
 def test_ablation_record_is_complete():
-    record = ablate(AblationSpec(**SMALL, seeds=2, lrs=(1e-3, 3e-3)), make_lab())
+    record = ablate(AblationSpec(**SMALL, seeds=2, lrs=(1e-3, 3e-3), selection=3), make_lab())
     assert record.kind == "ablation"
-    assert [len(record.tables[name]) for name in ("runs", "summary", "best", "comparisons")] == [12, 6, 3, 6]
+    assert {name: len(rows) for name, rows in record.tables.items()} == {
+        "runs": 6,
+        "summary": 3,
+        "best": 3,
+        "comparisons": 2,
+        "selection": 6,
+        "selection_runs": 18,
+    }
+    chosen = choose_best(record.tables["selection"])
+    assert [(row["scale"], row["lr"]) for row in record.tables["best"]] == [(row["scale"], row["lr"]) for row in chosen]
+    assert [(row["lrs"], row["at_edge"]) for row in record.tables["best"]] == [(2, True)] * 3
+    assert {row["seed"] for row in record.tables["runs"]} == {0, 1}
+    assert {row["seed"] for row in record.tables["selection_runs"]} == {1000, 1001, 1002}
     curves = record.curves["runs"]
-    assert len(curves) == 12
+    assert len(curves) == 6
     assert {"scale", "seed", "init", "lr", "d_k", "step", "loss", "grad_q", "jacobian_trace"} <= set(curves[0])
     assert any("solved by 0 of 2 seeds" in sentence for sentence in record.reading)
     assert {"runs", "summary", "curves", "reading", "spec_hash"} <= set(record.as_json())

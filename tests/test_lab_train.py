@@ -1,9 +1,12 @@
 """Training: repeatable, paired across policies, honest about divergence, and it learns."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
+import sqrtdk.lab.train as train_module
 from sqrtdk.lab import RunSpec
 from sqrtdk.lab.store import CURVES
 from sqrtdk.lab.train import _Run, train
@@ -20,6 +23,39 @@ def test_same_spec_same_numbers():
     first, again = train(RunSpec(**SMALL)), train(RunSpec(**SMALL))
     assert numbers(first) == numbers(again)
     assert numbers(train(RunSpec(**SMALL, seed=1)))[1] != first.curves
+
+
+CONTROLS = [("none", "absorbed"), ("inverse", "grown")]
+
+
+@pytest.mark.parametrize(("scale", "init"), CONTROLS)
+@pytest.mark.parametrize("eps", [1e-8, 1e-2])
+def test_rescaled_init_and_step_follow_the_curve_of_sqrt_to_the_bit(scale, init, eps, monkeypatch):
+    """At dₖ = 16 every factor is a power of two, so that nothing is rounded otherwise; Adam's eps is rescaled, too."""
+    monkeypatch.setattr(train_module, "_EPS", eps)
+    sqrt, both, start, step = (
+        train(RunSpec(**{**SMALL, "record_every": 1}, lr=3e-2, **setting))
+        for setting in (
+            {"scale": "sqrt"},
+            {"scale": scale, "init": init, "qk_step": init},
+            {"scale": scale, "init": init},
+            {"scale": scale, "qk_step": init},
+        )
+    )
+    assert both.curves["loss"] == sqrt.curves["loss"]
+    assert both.row["final_loss"] == sqrt.row["final_loss"]
+    assert start.curves["loss"][0] == sqrt.curves["loss"][0]
+    assert start.curves["loss"][3:] != sqrt.curves["loss"][3:]
+    assert step.curves["loss"][0] != sqrt.curves["loss"][0]
+
+
+@pytest.mark.parametrize(("scale", "init"), CONTROLS)
+def test_where_the_factor_is_no_power_of_two_only_rounding_tells_them_apart(scale, init):
+    spec = RunSpec(**{**SMALL, "d_k": 64, "record_every": 1})
+    sqrt, both = train(spec), train(replace(spec, scale=scale, init=init, qk_step=init))
+    np.testing.assert_allclose(both.curves["loss"], sqrt.curves["loss"], rtol=2e-6)
+    other = train(replace(spec, scale=scale, init=init))
+    assert np.abs(np.subtract(other.curves["loss"], sqrt.curves["loss"])).max() > 1e-4
 
 
 def test_threads_do_not_change_the_numbers_and_are_given_back():

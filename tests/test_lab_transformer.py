@@ -36,13 +36,37 @@ def tokens_of(spec=None, size=4, seed=0):
     return torch.from_numpy((spec or RunSpec()).make_task().draw(np.random.default_rng(seed), size).tokens)
 
 
+@pytest.mark.parametrize(("scale", "init"), [("none", "absorbed"), ("inverse", "grown")])
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("d_k", [16, 64])
-def test_absorbed_without_scale_is_the_function_of_unit_with_sqrt(heads, d_k):
+def test_a_rescaled_start_is_the_function_of_unit_with_sqrt(heads, d_k, scale, init):
     tokens = tokens_of()
-    absorbed, _ = make(scale="none", init="absorbed", heads=heads, d_k=d_k)(tokens)
+    rescaled, _ = make(scale=scale, init=init, heads=heads, d_k=d_k)(tokens)
     unit, _ = make(scale="sqrt", init="unit", heads=heads, d_k=d_k)(tokens)
-    torch.testing.assert_close(absorbed, unit, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(rescaled, unit, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("scale", "factor"), [("none", 0.5), ("inverse", 2.0)])
+def test_with_plain_gradient_descent_the_step_has_the_factor_squared(scale, factor):
+    """At dₖ = 16 all factors are powers of two: with factor² on the learning rate every bit is that of 1/√dₖ."""
+    losses = {}
+    for name, policy, init, step in (
+        ("sqrt", "sqrt", "unit", 1.0),
+        ("squared", scale, "absorbed" if factor < 1 else "grown", factor**2),
+        ("as with Adam", scale, "absorbed" if factor < 1 else "grown", factor),
+    ):
+        model = make(scale=policy, init=init, d_k=16)
+        groups = [{key: group[key] for key in ("params", "lr")} for group in model.parameter_groups(0.1, step, 1e-8)]
+        optimiser = torch.optim.SGD(groups)
+        losses[name] = []
+        for seed in range(4):
+            optimiser.zero_grad()
+            loss = model(tokens_of(seed=seed))[0].square().mean()
+            losses[name].append(loss.item())
+            loss.backward()
+            optimiser.step()
+    assert losses["squared"] == losses["sqrt"]
+    assert losses["as with Adam"] != losses["sqrt"]
 
 
 @pytest.mark.parametrize("scale", [name for name in EVERY_SCALE if name not in ("sqrt", "mup")])
@@ -108,7 +132,7 @@ def test_one_seed_gives_the_same_weights_whatever_the_scale_and_init():
     reference = make(scale="sqrt", init="unit").state_dict()
     for name, weight in make(scale="none", init="unit").state_dict().items():
         assert torch.equal(weight, reference[name]), name
-    for init in ("torch", "xavier", "absorbed"):
+    for init in ("torch", "xavier", "absorbed", "grown"):
         for name, weight in make(init=init).state_dict().items():
             is_query_key = name.endswith(("w_q", "w_k"))
             assert torch.equal(weight, reference[name]) != is_query_key, (init, name)
@@ -116,7 +140,8 @@ def test_one_seed_gives_the_same_weights_whatever_the_scale_and_init():
 
 
 @pytest.mark.parametrize(
-    ("init", "variance"), [("unit", 1.0), ("torch", 1 / 3), ("xavier", 2 * 64 / 192), ("absorbed", 1 / 8)]
+    ("init", "variance"),
+    [("unit", 1.0), ("torch", 1 / 3), ("xavier", 2 * 64 / 192), ("absorbed", 1 / 8), ("grown", 8.0)],
 )
 def test_init_gives_queries_the_variance_it_says(init, variance):
     rng = np.random.default_rng(0)

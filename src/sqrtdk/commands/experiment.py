@@ -19,7 +19,7 @@ commands = typer.Typer()
 @commands.command(
     epilog=examples(
         "sqrtdk ablate --scale none,sqrt --control --store runs.sqlite",
-        "sqrtdk ablate --scale none,sqrt,inverse --lr 3e-4,1e-3,3e-3 --plot a.html",
+        "sqrtdk ablate --scale none,sqrt,inverse --lr 3e-4,1e-3,3e-3,1e-2 --plot a.html",
     )
 )
 def ablate(
@@ -35,11 +35,16 @@ def ablate(
     seeds: Annotated[int, typer.Option(help="Seeds per setting.", min=1)] = 8,
     steps: Annotated[int, typer.Option(help="Training steps per run.", min=1)] = 600,
     lr: Annotated[
-        str, typer.Option(help="Learning rates; three or more also compare each policy at its best.")
+        str, typer.Option(help="Learning rates; of several each setting has the one that is best on other seeds.")
     ] = "1e-3",
-    init: Annotated[str, typer.Option(help="unit, torch, xavier or absorbed, separated by commas.")] = "unit",
+    selection: Annotated[int, typer.Option(help="Seeds that choose among several learning rates.", min=1)] = 4,
+    init: Annotated[str, typer.Option(help="unit, torch, xavier, absorbed or grown, separated by commas.")] = "unit",
     control: Annotated[
-        bool, typer.Option("--control", help="Add the control: no scale, its factor inside W_q and W_k (absorbed).")
+        bool,
+        typer.Option(
+            "--control",
+            help="Add the controls: no scale with the start of 1/√dₖ, with its step, with both; 1/dₖ with its start.",
+        ),
     ] = False,
     heads: Annotated[int, typer.Option(help="Attention heads.", min=1)] = 1,
     layers: Annotated[int, typer.Option(help="Blocks.", min=1)] = 2,
@@ -62,7 +67,8 @@ def ablate(
         steps=steps,
         lrs=read_numbers("--lr", lr, float),
         inits=read_names("--init", init),
-        also=(("none", "absorbed"),) if control else (),
+        also=lab.CONTROLS if control else (),
+        selection=selection,
         heads=heads,
         layers=layers,
         d_model=d_model,

@@ -3,14 +3,17 @@
 from sqrtdk.lab.ablation import ablate
 from sqrtdk.lab.laboratory import Executor, Lab
 from sqrtdk.lab.processes import Processes
-from sqrtdk.lab.spec import INITS, AblationSpec, RunSpec
+from sqrtdk.lab.spec import CONTROLS, INITS, STEPS, AblationSpec, Choice, RunSpec
 from sqrtdk.lab.store import RunRecord, Store
 from sqrtdk.lab.swap import swap_scale
 from sqrtdk.lab.sweep import Progress
 
 __all__ = [
+    "CONTROLS",
     "INITS",
+    "STEPS",
     "AblationSpec",
+    "Choice",
     "Executor",
     "Lab",
     "Processes",

@@ -1,4 +1,4 @@
-"""The ablation: a grid of runs becomes a record with tables, curves and sentences made from the numbers."""
+"""Ablation: a grid of runs becomes a record with tables, curves and sentences made from the numbers."""
 
 from __future__ import annotations
 
@@ -6,19 +6,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sqrtdk.display import count
+from sqrtdk.lab.intervals import FEWEST_PAIRS
 from sqrtdk.lab.laboratory import Lab
-from sqrtdk.lab.outcomes import choose_best, compare, summarise
+from sqrtdk.lab.outcomes import MARGIN, choose_best, compare, setting_of, summarise
 from sqrtdk.lab.spec import AblationSpec
 from sqrtdk.lab.store import RunRecord
 from sqrtdk.lab.tasks import Task, get
 from sqrtdk.records import Record
 from sqrtdk.setting_names import name_setting
 
-_CURVE_COLUMNS = ("scale", "seed", "init", "lr", "d_k")
+_CURVE_COLUMNS = ("scale", "seed", "init", "qk_step", "lr", "d_k")
 
 
 def ablate(spec: AblationSpec, lab: Lab | None = None) -> Record:
     """Train the whole grid, or what the lab's store lacks of it, and say what it shows.
+
+    Several learning rates are first tried on the selection seeds; then each setting is trained with the reported seeds
+    at the rate that was best there.
 
     Args:
         spec: the grid.
@@ -26,7 +30,8 @@ def ablate(spec: AblationSpec, lab: Lab | None = None) -> Record:
 
     Returns:
         A record of kind ``"ablation"`` with the tables `runs`, `summary`, `best` and `comparisons` and the curves
-        `runs`, one set per run.
+        `runs`, one set per run. With several learning rates `selection` has every setting at every rate on the
+        selection seeds, and `selection_runs` the runs behind it.
 
     Example:
         ``ablate(AblationSpec(scales=("none", "sqrt"), seeds=3)).tables["summary"]``
@@ -34,22 +39,33 @@ def ablate(spec: AblationSpec, lab: Lab | None = None) -> Record:
     if lab is None:
         with Lab() as own:
             return ablate(spec, own)
-    records = lab.run(spec.runs())
+    selection_runs = [dict(record.row) for record in lab.run(spec.selection_runs())]
+    selection = summarise(selection_runs)
+    chosen = {setting_of(row).choice: row for row in choose_best(selection)}
+    records = lab.run(spec.runs({choice: row["lr"] for choice, row in chosen.items()}))
     runs = [dict(record.row) for record in records]
     summary = summarise(runs)
-    best = choose_best(summary)
-    comparisons = compare(runs, best)
+    best = [{**row, **_describe_choice(chosen.get(setting_of(row).choice))} for row in summary]
     task = get(spec.task, spec.task_parameters)
+    comparisons = compare(runs, MARGIN * task.chance_loss, "best_lr" if chosen or spec.rates else "same_lr")
+    tables = {"runs": runs, "summary": summary, "best": best, "comparisons": comparisons}
+    if selection:
+        tables |= {"selection": selection, "selection_runs": selection_runs}
     return lab.keep(
         Record(
             kind="ablation",
             spec=spec.as_dict(),
-            tables={"runs": runs, "summary": summary, "best": best, "comparisons": comparisons},
+            tables=tables,
             curves={"runs": curves_of(records)},
-            reading=_read(task, best, comparisons),
+            reading=read_ablation(task, best, comparisons, spec),
             headline=_headline(task, best),
         )
     )
+
+
+def _describe_choice(chosen: Mapping[str, Any] | None) -> dict[str, Any]:
+    """How many rates a setting's own was chosen from, and whether it is the smallest or largest of them."""
+    return {"lrs": 1, "at_edge": False} if chosen is None else {name: chosen[name] for name in ("lrs", "at_edge")}
 
 
 def curves_of(records: Sequence[RunRecord]) -> list[dict[str, Any]]:
@@ -57,41 +73,94 @@ def curves_of(records: Sequence[RunRecord]) -> list[dict[str, Any]]:
     return [{**{name: record.row[name] for name in _CURVE_COLUMNS}, **record.curves} for record in records]
 
 
-def _read(task: Task, best: Sequence[Mapping[str, Any]], comparisons: Sequence[Mapping[str, Any]]) -> list[str]:
-    several_rates = any(row["lrs"] > 1 for row in best)
-    basis = "best_lr" if several_rates else "same_lr"
-    sentences = [
+def read_ablation(
+    task: Task, best: Sequence[Mapping[str, Any]], comparisons: Sequence[Mapping[str, Any]], spec: AblationSpec
+) -> list[str]:
+    """The sentences of an ablation, from its tables `best` and `comparisons`."""
+    return [
         f"{task.solved_when[0].upper()}{task.solved_when[1:]}.",
         *(_read_setting(row) for row in best),
         *(_read_learned(row) for row in best if row.get("temperature_median") is not None),
-        *(_read_comparison(row) for row in comparisons if row["basis"] == basis),
-        "Brackets hold the lower and upper quartile over the seeds, not a confidence interval; p-values are exact, "
-        "two-sided, paired by seed and not corrected for the number of comparisons.",
+        *(_read_comparison(row) for row in comparisons),
+        *_read_method(task, comparisons),
+        *_read_controls(best),
+        *_read_rates(best, spec),
     ]
-    if any(row["init"] == "absorbed" for row in best):
+
+
+def _read_method(task: Task, comparisons: Sequence[Mapping[str, Any]]) -> list[str]:
+    brackets = "Brackets after a loss hold the lower and upper quartile over the seeds, not a confidence interval."
+    if not comparisons:
+        return [brackets]
+    total = count(len(comparisons), "comparison")
+    corrected = any(row["holm_p"] is not None for row in comparisons)
+    return [
+        f"{brackets} Intervals are at 95%: Wilson's for shares of seeds; for differences, paired by seed, those of the "
+        "exact signed-rank test.",
+        "“As well” means that the whole interval of the difference lies within "
+        f"±{show_loss(MARGIN * task.chance_loss)}, {MARGIN:.0%} of the chance loss.",
+        f"p-values are exact, two-sided and corrected by Holm for {total}."
+        if corrected
+        else f"No p-value is given: so few seeds cannot reject after correction for {total}.",
+    ]
+
+
+def _read_controls(best: Sequence[Mapping[str, Any]]) -> list[str]:
+    inits, steps = ({row.get(name, "unit") for row in best} & {"absorbed", "grown"} for name in ("init", "qk_step"))
+    factor = "dₖ^−¼ without scaling, dₖ^¼ with 1/dₖ"
+    sentences = []
+    if inits:
         sentences.append(
-            "Smaller start: W_q and W_k begin dₖ^¼ times smaller each, so that without a scale the model begins as the "
-            "very function that 1/√dₖ is."
+            f"Rescaled init: W_q and W_k begin with a factor ({factor}), so that the model begins as the very function "
+            "that 1/√dₖ is."
         )
-    if several_rates:
+    if steps:
+        sentences.append(f"Rescaled step: the learning rate of W_q and W_k has that factor ({factor}).")
+    if inits & steps:
         sentences.append(
-            "Each policy is shown at the learning rate with its lowest median loss, chosen on the same seeds."
+            "With both, Adam makes the same function as with 1/√dₖ at every step; only rounding tells them apart."
         )
-        sentences += [_read_edge(row) for row in best if row["at_edge"]]
+    return sentences
+
+
+def _read_rates(best: Sequence[Mapping[str, Any]], spec: AblationSpec) -> list[str]:
+    sentences = []
+    if seeds := spec.selection_seeds:
+        sentences.append(
+            f"Each setting has that of {count(len(spec.lrs), 'learning rate')} with the lowest median loss on other "
+            f"seeds ({', '.join(map(str, seeds))}); the reported seeds had no part in the choice."
+        )
+    if spec.rates:
+        sentences.append("Each setting has a learning rate that was chosen before, on other seeds.")
+    edges = [_name(row) for row in best if row["at_edge"]]
+    if edges:
+        sentences.append(
+            f"The best learning rate is at the edge of those tried, so that a better one may lie outside: "
+            f"{'; '.join(edges)}."
+        )
     return sentences
 
 
 def _headline(task: Task, best: Sequence[Mapping[str, Any]]) -> str:
-    rates = ", each at its best learning rate" if any(row["lrs"] > 1 for row in best) else ""
-    parts = [f"{name_setting(row['scale'], row['init'])} {show_loss(row['final_loss_median'])}" for row in best]
+    rates = ", each at its own learning rate" if len({row["lr"] for row in best}) > 1 else ""
+    size, shown = "", best
+    if len({row["d_k"] for row in best}) > 1:
+        # With several sizes only the settings that begin and move like the first: the table has the controls.
+        size = "dₖ {}"
+        shown = [row for row in best if all(row[name] == best[0][name] for name in ("init", "qk_step"))]
+    parts = [f"{_name_briefly(row, size.format(row['d_k']))} {show_loss(row['final_loss_median'])}" for row in shown]
     return (
         f"median held-out loss of {count(best[0]['n'], 'seed')}{rates}: {'; '.join(parts)}; "
         f"chance {show_loss(task.chance_loss)}."
     )
 
 
+def _name_briefly(row: Mapping[str, Any], *more: str) -> str:
+    return name_setting(row["scale"], row["init"], *more, qk_step=row["qk_step"])
+
+
 def _name(row: Mapping[str, Any]) -> str:
-    return f"{name_setting(row['scale'], row['init'])} (dₖ = {row['d_k']}, lr {row['lr']:g})"
+    return f"{_name_briefly(row)} (dₖ = {row['d_k']}, lr {row['lr']:g})"
 
 
 def show_loss(loss: float | None) -> str:
@@ -110,6 +179,7 @@ def _read_setting(row: Mapping[str, Any]) -> str:
         return f"{_name(row)}: every run failed."
     low, high = row["final_loss_iqr"]
     solved = round(row["solved_fraction"] * row["n"])
+    least, most = row["solved_interval"]
     pace = ""
     if row["reached_threshold"]:
         pace = (
@@ -119,7 +189,8 @@ def _read_setting(row: Mapping[str, Any]) -> str:
     lost = "".join(f"; {row[word]} {word}" for word in ("diverged", "failed") if row[word])
     return (
         f"{_name(row)}: median held-out loss {show_loss(row['final_loss_median'])} "
-        f"[{show_loss(low)}, {show_loss(high)}], solved by {solved} of {count(row['n'], 'seed')}{pace}{lost}."
+        f"[{show_loss(low)}, {show_loss(high)}], solved by {solved} of {count(row['n'], 'seed')} "
+        f"({least:.0%} to {most:.0%}){pace}{lost}."
     )
 
 
@@ -139,20 +210,42 @@ def _read_learned(row: Mapping[str, Any]) -> str:
     )
 
 
+_OUTCOMES = {
+    "as well": "it does as well",
+    "worse": "it does worse",
+    "better": "it does better",
+    "not distinguishable": "they are not distinguishable",
+}
+
+
 def _read_comparison(row: Mapping[str, Any]) -> str:
     other = f"{name_setting(row['against'], row['against_init'])} (lr {row['against_lr']:g})"
-    if row["median_difference"] is None:
-        difference = "the median difference is infinite"
-    else:
-        word = "above" if row["median_difference"] > 0 else "below"
-        difference = f"the loss is {show_loss(abs(row['median_difference']))} {word} (median of the pairs)"
+    counts = f"higher in {row['higher']} and lower in {row['lower']} of {count(row['n'], 'seed')}"
+    p = "" if row["holm_p"] is None else f", p = {row['holm_p']:.2g}"
+    return f"{_name(row)} against {other}: {show_difference(row)}, {counts}{p}; {_OUTCOMES[row['outcome']]}."
+
+
+def show_difference(row: Mapping[str, Any]) -> str:
+    """The difference of a comparison in words, with its interval where there are seeds enough for one.
+
+    >>> row = {"difference": 2.5, "difference_interval": [2.4, None], "outcome": "worse", "n": 6}
+    >>> show_difference({**row, "higher": 6, "lower": 0})
+    'the loss differs by +2.50 [+2.40, +∞]'
+    """
     if row["higher"] == row["lower"] == 0:
-        difference = "the losses are equal"
-    return (
-        f"{_name(row)} against {other}: {difference}, higher in {row['higher']} and lower in {row['lower']} "
-        f"of {count(row['n'], 'seed')}, p = {row['wilcoxon_p']:.2g}."
+        return "the losses are equal"
+    words = f"the loss differs by {_show_signed(row['difference'], positive=row['higher'] > row['lower'])}"
+    if row["n"] < FEWEST_PAIRS:
+        return f"{words} (too few seeds for an interval)"
+    low, high = row["difference_interval"]
+    ends = (
+        _show_signed(low, positive=row["outcome"] == "worse"),
+        _show_signed(high, positive=row["outcome"] != "better"),
     )
+    return f"{words} [{', '.join(ends)}]"
 
 
-def _read_edge(row: Mapping[str, Any]) -> str:
-    return f"The best learning rate of {_name(row)} is at the edge of those tried: a better one may lie outside."
+def _show_signed(value: float | None, *, positive: bool) -> str:
+    """A signed number; where it is infinite, `positive` has its sign."""
+    sign = "+" if (positive if value is None else value >= 0.0) else "−"
+    return f"{sign}{show_loss(None if value is None else abs(value))}"

@@ -1,4 +1,4 @@
-"""What the runs of a grid say together: medians and quartiles over seeds, best learning rates, paired exact tests.
+"""Outcomes of a grid: medians and quartiles over seeds, best learning rates, paired differences with intervals.
 
 Outcomes are bimodal (a run solves its task or does not), so there is no mean ± deviation. A diverged run counts as
 an infinite loss; a failed run is left out and counted apart. A number that would be infinite is None.
@@ -14,8 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sqrtdk.errors import InvalidValueError
+from sqrtdk.lab.intervals import Interval, can_reject, hodges_lehmann, holm, signed_rank_interval, wilcoxon_p, wilson
+from sqrtdk.lab.spec import STEPS, Choice
 
 REFERENCE_SCALE = "sqrt"
+
+MARGIN = 0.01
+"""Losses that differ by less than this share of the chance loss count as equal."""
 
 RunRow = Mapping[str, Any]
 Rows = list[dict[str, Any]]
@@ -27,7 +32,13 @@ class Setting(NamedTuple):
     scale: str
     d_k: int
     init: str
+    qk_step: str
     lr: float
+
+    @property
+    def choice(self) -> Choice:
+        """The setting without its learning rate."""
+        return Choice(*self[:-1])
 
 
 class Quartiles(NamedTuple):
@@ -61,38 +72,11 @@ def quartiles(values: Sequence[float]) -> Quartiles:
     return Quartiles(at(0.25), at(0.5), at(0.75))
 
 
-def wilcoxon_p(differences: Sequence[float]) -> float:
-    """Two-sided p-value of Wilcoxon's signed-rank test, exact for every n and with ties.
-
-    Zeros are left out, equal sizes share their mean rank, and the distribution counts all 2ⁿ signs
-    (Wilcoxon 1945, with ties and zeros as he treats them). With eight pairs of one sign it is 2/2⁸ = 0.0078.
-
-    >>> wilcoxon_p([0.1, 0.4, 0.2, 0.3, 0.5, 0.9, 0.8, 0.7])
-    0.0078125
-    >>> wilcoxon_p([0.0, 0.0])
-    1.0
-    """
-    values = np.array([value for value in differences if value != 0.0], dtype=np.float64)
-    if np.isnan(values).any():
-        raise InvalidValueError(f"differences must not hold NaN, got {list(differences)}")
-    sizes = np.abs(values)
-    # Twice the mean rank is an integer: how many are smaller, plus how many are not larger, plus 1.
-    doubled = [int((sizes < size).sum() + (sizes <= size).sum() + 1) for size in sizes]
-    probability = np.zeros(sum(doubled) + 1)
-    probability[0] = 1.0
-    for rank in doubled:
-        shifted = np.zeros_like(probability)
-        shifted[rank:] = probability[: len(probability) - rank]
-        probability = 0.5 * (probability + shifted)
-    positive = sum(rank for rank, value in zip(doubled, values, strict=True) if value > 0.0)
-    tail = min(probability[: positive + 1].sum(), probability[positive:].sum())
-    return float(min(1.0, 2.0 * tail))
-
-
 def summarise(runs: Sequence[RunRow]) -> Rows:
     """One row per setting: median, quartiles, fraction solved, median steps to the threshold, and how many runs.
 
-    `final_loss_iqr` is [lower quartile, upper quartile] over the seeds, not a confidence interval.
+    `final_loss_iqr` is [lower quartile, upper quartile] over the seeds, not a confidence interval; `solved_interval` is
+    Wilson's 95% interval of the fraction solved.
     `steps_to_threshold_median` is over the `reached_threshold` runs whose training loss got below the threshold.
     With a scale that learns in the grid there are columns more, see `_summarise_learned`.
     """
@@ -105,14 +89,14 @@ def summarise(runs: Sequence[RunRow]) -> Rows:
 
 
 def choose_best(summary: Sequence[RunRow]) -> Rows:
-    """Each (scale, d_k, init) at the learning rate with the lowest median loss, the smaller rate on a tie.
+    """Each setting at the learning rate with the lowest median loss, the smaller rate on a tie.
 
     `lrs` says how many rates were tried, `at_edge` whether the best is the smallest or largest of them, so that
     a better one may lie outside.
     """
-    groups: dict[tuple[Any, ...], list[RunRow]] = defaultdict(list)
+    groups: dict[Choice, list[RunRow]] = defaultdict(list)
     for row in summary:
-        groups[row["scale"], row["d_k"], row["init"]].append(row)
+        groups[setting_of(row).choice].append(row)
     best = []
     for rows in groups.values():
         chosen = min(rows, key=lambda row: (or_infinite(row["final_loss_median"]), row["lr"]))
@@ -122,43 +106,53 @@ def choose_best(summary: Sequence[RunRow]) -> Rows:
     return best
 
 
-def compare(runs: Sequence[RunRow], best: Sequence[RunRow]) -> Rows:
+def compare(runs: Sequence[RunRow], margin: float, basis: str = "same_lr") -> Rows:
     """Every setting against sqrt, paired by seed: the loss minus the loss that sqrt has with the same seed.
 
-    With basis ``same_lr`` both have one learning rate; with ``best_lr`` each has its own best (only if several were
-    tried). The partner has the same init, except that `absorbed` is held against `unit` where that was run:
-    without a scale it begins as the very function that sqrt is with `unit`.
+    The partner has the same d_k and init, except that inits which are `unit` times a factor are held against `unit`
+    where that was run: without a scale `absorbed` begins as the very function that sqrt is with `unit`.
+    `difference` is the Hodges–Lehmann estimate of the differences and `difference_interval` the 95% interval of its
+    signed-rank test. `outcome` is ``"as well"`` where the interval lies within the margin, ``"worse"`` or ``"better"``
+    where it leaves out 0, else ``"not distinguishable"``. `holm_p` is corrected for all comparisons in the table; it is
+    None where so few seeds cannot reject.
+
+    Args:
+        runs: rows of runs, one learning rate per setting.
+        margin: differences of losses that count as none.
+        basis: how the learning rates came about: ``"same_lr"`` or ``"best_lr"``.
     """
     losses = {setting: _losses_by_seed(rows) for setting, rows in _group(runs).items()}
-    inits = {setting.init for setting in losses}
-    best_lr = {(row["scale"], row["d_k"], row["init"]): row["lr"] for row in best}
-    rows = []
-    for setting in losses:
-        rows += _compare_one("same_lr", losses, setting, _partner(setting, inits))
-    if len({setting.lr for setting in losses}) > 1:
-        for (scale, d_k, init), lr in best_lr.items():
-            setting = Setting(scale, d_k, init, lr)
-            partner = _partner(setting, inits)
-            partner_lr = best_lr.get((partner.scale, partner.d_k, partner.init))
-            if partner_lr is not None:
-                rows += _compare_one("best_lr", losses, setting, partner._replace(lr=partner_lr))
-    return rows
+    partners = {setting: _partner(setting, losses) for setting in losses}
+    rows = [
+        row
+        for setting, partner in partners.items()
+        if partner is not None
+        for row in _compare_one(basis, losses, setting, partner, margin)
+    ]
+    corrected = holm([row["wilcoxon_p"] for row in rows])
+    return [
+        {**row, "holm_p": p if can_reject(row["n"], len(rows)) else None}
+        for row, p in zip(rows, corrected, strict=True)
+    ]
 
 
-def _partner(setting: Setting, inits: set[str]) -> Setting:
-    absorbed = setting.init == "absorbed" and "unit" in inits
-    return setting._replace(scale=REFERENCE_SCALE, init="unit" if absorbed else setting.init)
+def _partner(setting: Setting, known: Mapping[Setting, object]) -> Setting | None:
+    inits = ("unit", setting.init) if setting.init in STEPS else (setting.init,)
+    wanted = [Choice(REFERENCE_SCALE, setting.d_k, init) for init in inits]
+    found = [other for choice in wanted for other in known if other.choice == choice]
+    return found[0] if found and found[0] != setting else None
 
 
-def _compare_one(basis: str, losses: Mapping[Setting, Mapping[int, float]], setting: Setting, partner: Setting) -> Rows:
-    if setting == partner or partner not in losses:
-        return []
+def _compare_one(
+    basis: str, losses: Mapping[Setting, Mapping[int, float]], setting: Setting, partner: Setting, margin: float
+) -> Rows:
     seeds = sorted(losses[setting].keys() & losses[partner].keys())
     if not seeds:
         return []
     pairs = [(losses[setting][seed], losses[partner][seed]) for seed in seeds]
     differences = [0.0 if mine == theirs else mine - theirs for mine, theirs in pairs]
     spread = quartiles(differences)
+    interval = signed_rank_interval(differences)
     return [
         {
             "basis": basis,
@@ -168,6 +162,10 @@ def _compare_one(basis: str, losses: Mapping[Setting, Mapping[int, float]], sett
             "against_lr": partner.lr,
             "median_difference": finite(spread.median),
             "difference_iqr": [finite(spread.lower), finite(spread.upper)],
+            "difference": finite(hodges_lehmann(differences)),
+            "difference_interval": [finite(interval.low), finite(interval.high)],
+            "margin": margin,
+            "outcome": _judge(interval, margin),
             "higher": sum(difference > 0.0 for difference in differences),
             "lower": sum(difference < 0.0 for difference in differences),
             "wilcoxon_p": wilcoxon_p(differences),
@@ -176,10 +174,23 @@ def _compare_one(basis: str, losses: Mapping[Setting, Mapping[int, float]], sett
     ]
 
 
+def _judge(interval: Interval, margin: float) -> str:
+    if interval.within(margin):
+        return "as well"
+    if interval.low > 0.0 or interval.high < 0.0:
+        return "worse" if interval.low > 0.0 else "better"
+    return "not distinguishable"
+
+
+def setting_of(row: RunRow) -> Setting:
+    """The setting of a run, or of a row about runs; rows of older records have no `qk_step`."""
+    return Setting(row["scale"], row["d_k"], row["init"], row.get("qk_step", "unit"), row["lr"])
+
+
 def _group(runs: Sequence[RunRow]) -> dict[Setting, list[RunRow]]:
     groups: dict[Setting, list[RunRow]] = defaultdict(list)
     for row in runs:
-        groups[Setting(row["scale"], row["d_k"], row["init"], row["lr"])].append(row)
+        groups[setting_of(row)].append(row)
     return dict(groups)
 
 
@@ -193,12 +204,14 @@ def _summarise_setting(setting: Setting, rows: Sequence[RunRow]) -> dict[str, An
     spread = quartiles(losses) if losses else Quartiles(math.inf, math.inf, math.inf)
     reached = [row["steps_to_threshold"] for row in counted if row["steps_to_threshold"] is not None]
     accuracies = [row["final_accuracy"] for row in counted if row["final_accuracy"] is not None]
+    solved = sum(bool(row["solved"]) for row in counted)
     return {
         **setting._asdict(),
         "final_loss_median": finite(spread.median),
         "final_loss_iqr": [finite(spread.lower), finite(spread.upper)],
         "final_accuracy_median": quartiles(accuracies).median if accuracies else None,
-        "solved_fraction": sum(bool(row["solved"]) for row in counted) / len(counted) if counted else None,
+        "solved_fraction": solved / len(counted) if counted else None,
+        "solved_interval": list(wilson(solved, len(counted))),
         "steps_to_threshold_median": quartiles(reached).median if reached else None,
         "reached_threshold": len(reached),
         "n": len(counted),

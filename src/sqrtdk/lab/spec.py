@@ -6,17 +6,32 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqrtdk import scales
 from sqrtdk.errors import InvalidTypeError, InvalidValueError, unknown_name
 from sqrtdk.lab import tasks
 from sqrtdk.records import spec_hash
 
-INITS = ("unit", "torch", "xavier", "absorbed")
+INITS = ("unit", "torch", "xavier", "absorbed", "grown")
+
+_POWERS = {"unit": 0.0, "absorbed": -0.25, "grown": 0.25}
+STEPS = tuple(_POWERS)
+
+SELECTION_SEED = 1000
+"""The first of the seeds on which learning rates are chosen."""
 
 # Part of every run's hash: raise it when the code changes what a run leaves, so that old runs are not reused.
-REVISION = 4
+REVISION = 5
+
+
+def query_key_factor(name: str, d_k: int) -> float:
+    """What a start or a step of W_q and W_k is multiplied by: 1 (`unit`), dₖ^−¼ (`absorbed`) or dₖ^¼ (`grown`).
+
+    >>> [query_key_factor(name, 16) for name in STEPS]
+    [1.0, 0.5, 2.0]
+    """
+    return float(d_k ** _POWERS[name])
 
 
 def _require_count(name: str, value: object, least: int = 1) -> None:
@@ -47,7 +62,11 @@ class RunSpec:
             ``"learned"``, ``"query"``, ``"position"``, ``"qk_norm"`` (``"qk_norm:1"`` has a fixed gain of 1).
         d_k: length of a head's queries and keys; values have length d_model / heads whatever d_k is.
         seed: draws the weights and the order of the data.
-        init: how W_q and W_k begin: ``"unit"``, ``"torch"``, ``"xavier"`` or ``"absorbed"``.
+        init: how W_q and W_k begin: ``"unit"``, ``"torch"``, ``"xavier"``, ``"absorbed"`` (unit × dₖ^−¼) or
+            ``"grown"`` (unit × dₖ^¼).
+        qk_step: the step of W_q and W_k beside that of the other weights: ``"unit"`` (the same learning rate),
+            ``"absorbed"`` (× dₖ^−¼) or ``"grown"`` (× dₖ^¼). With the init's own factor W_q and W_k begin and move as
+            if the factor stood outside them.
         lr: learning rate of Adam.
         steps: updates, `start_steps` not counted.
         batch: sequences per update.
@@ -69,6 +88,7 @@ class RunSpec:
     d_k: int = 64
     seed: int = 0
     init: str = "unit"
+    qk_step: str = "unit"
     lr: float = 1e-3
     steps: int = 600
     batch: int = 16
@@ -90,6 +110,8 @@ class RunSpec:
             _require_count(name, getattr(self, name), least=0)
         if self.init not in INITS:
             raise unknown_name("init", self.init, list(INITS))
+        if self.qk_step not in STEPS:
+            raise unknown_name("qk_step", self.qk_step, list(STEPS))
         if isinstance(self.lr, bool) or not isinstance(self.lr, int | float):
             raise InvalidTypeError(f"lr must be a number, got {type(self.lr).__name__}")
         if not (math.isfinite(self.lr) and self.lr > 0):
@@ -122,18 +144,41 @@ class RunSpec:
         return spec_hash({**self.as_dict(), "revision": REVISION, "data": self.make_task().data_hash})
 
 
+class Choice(NamedTuple):
+    """A setting whose learning rate is chosen: all that its runs have in common but the rate."""
+
+    scale: str
+    d_k: int
+    init: str = "unit"
+    qk_step: str = "unit"
+
+
+CONTROLS = (
+    ("none", "absorbed", "unit"),
+    ("none", "unit", "absorbed"),
+    ("none", "absorbed", "absorbed"),
+    ("inverse", "grown", "unit"),
+)
+"""No scaling with the start of 1/√dₖ, with its step, with both; and 1/dₖ with the start of 1/√dₖ."""
+
+
 @dataclass(frozen=True)
 class AblationSpec:
-    """A grid of runs: every scale × d_k × init × learning rate, each with every seed.
+    """A grid of settings: every scale × init beside the pairs of `also`, at every d_k, each trained with every seed.
+
+    With several learning rates each setting has the one that is best on the selection seeds, which are none of `seeds`;
+    only that one is trained with `seeds`.
 
     Args:
         task, steps, batch, layers, d_model, heads, feedforward, task_parameters, record_every: as in `RunSpec`.
         scales: scaling policies by name, those that learn included.
         d_ks: lengths of queries and keys.
         seeds: how many seeds (0, 1, …), or the seeds themselves.
-        lrs: learning rates; give three or more to compare each policy at its own best.
+        lrs: learning rates to choose from.
         inits: how W_q and W_k begin.
-        also: further (scale, init) pairs beside the grid, such as the control ``("none", "absorbed")``.
+        also: further (scale, init) or (scale, init, qk_step) beside the grid, such as `CONTROLS`.
+        selection: how many seeds (1000, 1001, …) choose among several learning rates.
+        rates: learning rates that were chosen before, by setting, in place of `lrs`.
 
     >>> len(AblationSpec(scales=("none", "sqrt"), seeds=3).runs())
     6
@@ -146,7 +191,7 @@ class AblationSpec:
     steps: int = 600
     lrs: Sequence[float] = (1e-3,)
     inits: Sequence[str] = ("unit",)
-    also: Sequence[tuple[str, str]] = ()
+    also: Sequence[tuple[str, ...]] = ()
     heads: int = 1
     layers: int = 2
     d_model: int = 64
@@ -154,43 +199,69 @@ class AblationSpec:
     feedforward: int = 0
     task_parameters: Mapping[str, Any] = field(default_factory=dict)
     record_every: int = 10
+    selection: int = 4
+    rates: Mapping[Choice, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("scales", "d_ks", "lrs", "inits"):
             _require_distinct(name, getattr(self, name))
-        list_seeds(self.seeds)
+        _require_count("selection", self.selection)
+        clash = set(list_seeds(self.seeds)) & set(self.selection_seeds)
+        if clash:
+            raise InvalidValueError(f"seeds must not be among those that choose the learning rate, got {min(clash)}")
+        for also in self.also:
+            if not 2 <= len(also) <= 3:
+                raise InvalidValueError(f"also must hold (scale, init) or (scale, init, qk_step), got {also!r}")
+        self.selection_runs()
         self.runs()
 
-    def runs(self) -> list[RunSpec]:
-        """The runs, seed by seed, so that a sweep broken off leaves whole pairs to compare."""
-        settings = [(scale, init) for init in self.inits for scale in self.scales]
-        settings += [setting for setting in self.also if setting not in settings]
-        grid = itertools.product(list_seeds(self.seeds), self.d_ks, self.lrs, settings)
-        return [
-            RunSpec(
-                task=self.task,
-                scale=scale,
-                d_k=d_k,
-                seed=seed,
-                init=init,
-                lr=lr,
-                steps=self.steps,
-                batch=self.batch,
-                layers=self.layers,
-                d_model=self.d_model,
-                heads=self.heads,
-                feedforward=self.feedforward,
-                task_parameters=self.task_parameters,
-                record_every=self.record_every,
-            )
-            for seed, d_k, lr, (scale, init) in grid
-        ]
+    @property
+    def selection_seeds(self) -> list[int]:
+        """The seeds that choose the learning rates; none where there is nothing to choose."""
+        return list(range(SELECTION_SEED, SELECTION_SEED + self.selection)) if len(self.lrs) > 1 else []
+
+    def choices(self) -> list[Choice]:
+        """The settings of the grid, d_k by d_k."""
+        grid = [(scale, init, "unit") for init in self.inits for scale in self.scales]
+        also = [(scale, init, *(step or ("unit",))) for scale, init, *step in self.also]
+        settings = dict.fromkeys([*grid, *also])
+        return [Choice(scale, d_k, init, step) for d_k in self.d_ks for scale, init, step in settings]
+
+    def selection_runs(self) -> list[RunSpec]:
+        """The runs that choose the learning rates: every rate with every selection seed; none for a single rate."""
+        open_choices = [choice for choice in self.choices() if choice not in self.rates]
+        grid = itertools.product(self.selection_seeds, self.lrs, open_choices)
+        return [self._run(choice, seed, lr) for seed, lr, choice in grid]
+
+    def runs(self, rates: Mapping[Choice, float] | None = None) -> list[RunSpec]:
+        """The reported runs, seed by seed, so that a sweep broken off leaves whole pairs to compare.
+
+        Args:
+            rates: the learning rates that were chosen; a setting that is not named has the first of `lrs`.
+        """
+        known = {**self.rates, **(rates or {})}
+        grid = itertools.product(list_seeds(self.seeds), self.choices())
+        return [self._run(choice, seed, known.get(choice, self.lrs[0])) for seed, choice in grid]
+
+    def _run(self, choice: Choice, seed: int, lr: float) -> RunSpec:
+        shared = {name: getattr(self, name) for name in _SHARED}
+        return RunSpec(**choice._asdict(), seed=seed, lr=lr, **shared)
 
     def as_dict(self) -> dict[str, Any]:
         """The fields as plain values, seeds and the task's parameters listed in full."""
         task = tasks.get(self.task, self.task_parameters)
-        plain = {name: list(getattr(self, name)) for name in ("scales", "d_ks", "lrs", "inits")}
-        return {**asdict(self), **plain, "seeds": list_seeds(self.seeds), "task_parameters": asdict(task)}
+        plain = {name: list(getattr(self, name)) for name in ("scales", "d_ks", "lrs", "inits", "also")}
+        return {
+            **{name: getattr(self, name) for name in _SHARED},
+            **plain,
+            "seeds": list_seeds(self.seeds),
+            "selection_seeds": self.selection_seeds,
+            "rates": [{**choice._asdict(), "lr": lr} for choice, lr in self.rates.items()],
+            "task_parameters": asdict(task),
+        }
+
+
+_SHARED = ("task", "steps", "heads", "layers", "d_model", "batch", "feedforward", "task_parameters", "record_every")
 
 
 def list_seeds(seeds: int | Sequence[int]) -> list[int]:

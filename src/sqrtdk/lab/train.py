@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sqrtdk.lab.spec import RunSpec
+from sqrtdk.lab.spec import RunSpec, query_key_factor
 from sqrtdk.lab.store import CURVES, RunRecord, identify_run
 from sqrtdk.lab.tasks import Batch
 from sqrtdk.lab.transformer import SeenAttention, Transformer, describe_attention, describe_heads, describe_temperature
 from sqrtdk.scales import LEARNABLE
 
 _DATA_STREAM = 0
+_EPS = 1e-8  # torch's own default
 
 Report = Callable[[int, Mapping[str, list[float]]], None]
 
@@ -63,7 +64,8 @@ class _Run:
         self.task = spec.make_task()
         self.held_out = self.task.held_out()
         self.model = Transformer(spec, self.task)
-        self.optimiser = torch.optim.Adam(self.model.parameters(), lr=spec.lr, fused=True)
+        groups = self.model.parameter_groups(spec.lr, query_key_factor(spec.qk_step, spec.d_k), _EPS)
+        self.optimiser = torch.optim.Adam(groups, fused=True)
         self.rng = np.random.default_rng([_DATA_STREAM, spec.seed])
         self.curves: dict[str, list[float]] = {name: [] for name in CURVES}
         self.report = report

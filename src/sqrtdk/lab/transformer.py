@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sqrtdk.call import Band
-from sqrtdk.lab.spec import RunSpec
+from sqrtdk.lab.spec import STEPS, RunSpec, query_key_factor
 from sqrtdk.lab.tasks import Task
 from sqrtdk.scales import LEARNABLE, Policy, resolve
 from sqrtdk.statistics import AttentionStatistics
@@ -51,12 +51,11 @@ def draw_query_key(rng: np.random.Generator, init: str, d_out: int, d_in: int, d
     """Draw W_q or W_k, `[d_out, d_in]`, d_out = heads·dₖ.
 
     For an input of mean square 1 an entry of q has variance 1 (`unit`), 1/3 (`torch`: uniform in ±1/√d_in as
-    nn.Linear), 2·d_in/(d_in + d_out) (`xavier`, uniform) or 1/√dₖ (`absorbed`: unit times dₖ^(−1/4), so that
-    q·k carries the factor 1/√dₖ without any scale).
+    nn.Linear), 2·d_in/(d_in + d_out) (`xavier`, uniform), 1/√dₖ (`absorbed`: unit times dₖ^−¼, so that q·k carries
+    the factor 1/√dₖ without any scale) or √dₖ (`grown`: unit times dₖ^¼, which makes 1/√dₖ of the scale 1/dₖ).
     """
-    if init in ("unit", "absorbed"):
-        weight = rng.standard_normal((d_out, d_in)) / math.sqrt(d_in)
-        weight *= d_k**-0.25 if init == "absorbed" else 1.0
+    if init in STEPS:
+        weight = rng.standard_normal((d_out, d_in)) / math.sqrt(d_in) * query_key_factor(init, d_k)
     else:
         bound = 1.0 / math.sqrt(d_in) if init == "torch" else math.sqrt(6.0 / (d_in + d_out))
         weight = rng.uniform(-bound, bound, (d_out, d_in))
@@ -138,6 +137,19 @@ class Transformer(nn.Module):
             x, seen_here = block(x, self._scale, statistics)
             seen += [] if seen_here is None else [seen_here]
         return _normalise(x[:, -self.answers :]) @ self.unembedding.T, seen
+
+    def parameter_groups(self, lr: float, factor: float, eps: float) -> list[dict[str, Any]]:
+        """Parameters for Adam: W_q and W_k with the learning rate lr·factor and eps/factor, all others with lr and eps.
+
+        Adam's step is lr·m/(√v + eps). In weights that are c times as large the gradients are 1/c times as large, so
+        lr·c and eps/c make c times the step: a factor inside W_q and W_k moves as it would outside them, exactly.
+        """
+        query_key = [weight for block in self.blocks for weight in (block.w_q, block.w_k)]
+        named = {id(weight) for weight in query_key}
+        return [
+            {"params": [weight for weight in self.parameters() if id(weight) not in named], "lr": lr, "eps": eps},
+            {"params": query_key, "lr": lr * factor, "eps": eps / factor},
+        ]
 
     def query_key_gradient_norms(self) -> tuple[float, float]:
         """Norms of the loss's gradient in all layers' W_q together, and in all layers' W_k."""
