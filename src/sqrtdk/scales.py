@@ -321,10 +321,13 @@ class Mup(Policy):
 @register
 @dataclass(frozen=True)
 class LogN(Policy):
-    """s·(ln n)^power/√dₖ with n the visible keys: sharper as the context grows, so that entropy does not.
+    """s·(ln n)^power/√dₖ with n the visible keys: sharper as the context grows.
 
-    `power=0.5` keeps the saturation index of Gaussian logits constant in n. A row that sees one key or none
-    gets the factor 0; without sinks its weights do not depend on it.
+    For Gaussian logits `power=0.5` holds the saturation index ρ, and with it the entropy ratio, at every n. `power=1`
+    makes ρ grow like √(ln n): with s = 1, what the bare name means, rows of unit-variance q and k are past ρ = 1 from
+    n > e² on and keep two to three effective keys at every length. The paper learns s per layer and head (0.43 in its
+    Figure 1): choose it by ``"log_n:0.43"``, or ``LogN(s=1 / ln n₀)`` for 1/√dₖ at n₀ keys. A row that sees one key or
+    none gets the factor 0; without sinks its weights do not depend on it.
     """
 
     s: float = 1.0
