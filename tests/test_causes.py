@@ -122,6 +122,17 @@ def test_independent_vectors_have_an_alignment_of_about_one():
     split = seen.causes[""]
     np.testing.assert_allclose(split.alignment, 1.0, atol=0.1)
     np.testing.assert_allclose(split.key_spread, 9.0, rtol=0.05)  # a common shift of k is no spread
+    deviations = np.sqrt(seen.layers[""]["score_variance"].mean)
+    for head in range(split.heads):
+        parts = split.parts(head, 32**-0.5, 32)
+        # E‖k‖²/dₖ = 9 + 25, of which 9 differ from key to key.
+        assert parts == pytest.approx(
+            {"std": 3.0, "width": 1.0, "length": 34**0.5, "distinct": (9 / 34) ** 0.5, "alignment": 1.0}, rel=0.06
+        )
+        product = parts["width"] * parts["length"] * parts["distinct"] * parts["alignment"]
+        assert product == pytest.approx(parts["std"], rel=1e-12)
+        assert parts["std"] == pytest.approx(deviations[head], rel=1e-6)
+    assert CauseSplit.of([1.0], [1.0], [1.0], [1.0]).parts(0, 1.0, 4) is None
 
 
 @pytest.mark.long

@@ -1,9 +1,9 @@
-"""Why scores are as large as they are: the length of q, the spread of k, and how far both point the same way."""
+"""Causes of large scores: the length of q, the spread of k, and how far both point the same way."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -34,20 +34,24 @@ class CauseSplit(Shown):
         query_square: mean of scale²·‖q‖².
         key_spread: tr Cov(k)/dₖ over the keys of a sequence, mean over sequences.
         alignment: measured variance of scores / (query_square · key_spread); NaN without spread.
+        key_square: mean ‖k‖²/dₖ; NaN if it was not measured. key_spread is less by what all keys have in common.
     """
 
     query_norm: Array
     query_square: Array
     key_spread: Array
     alignment: Array
+    key_square: Array
 
     def __post_init__(self) -> None:
-        shapes = {np.shape(getattr(self, name)) for name in ("query_norm", "query_square", "key_spread", "alignment")}
+        shapes = {np.shape(getattr(self, item.name)) for item in fields(self)}
         if len(shapes) != 1 or len(next(iter(shapes))) != 1:
             raise InvalidValueError(f"a CauseSplit must have one number per head in every entry, got {sorted(shapes)}")
 
     @staticmethod
-    def of(query_norm: Any, query_square: Any, key_spread: Any, score_variance: Any) -> CauseSplit:
+    def of(
+        query_norm: Any, query_square: Any, key_spread: Any, score_variance: Any, key_square: Any = None
+    ) -> CauseSplit:
         """The split of measured variances of scores `[H]`.
 
         >>> CauseSplit.of([2.0], [1.0], [0.5], [1.5])
@@ -61,7 +65,8 @@ class CauseSplit(Shown):
         expected = square * spread
         with np.errstate(divide="ignore", invalid="ignore"):
             alignment = np.where(expected > 0, variance / expected, np.nan)
-        return CauseSplit(norm, square, spread, alignment)
+        whole = np.full_like(spread, np.nan) if key_square is None else np.asarray(key_square, np.float64)
+        return CauseSplit(norm, square, spread, alignment, whole)
 
     @property
     def heads(self) -> int:
@@ -80,6 +85,29 @@ class CauseSplit(Shown):
         """The three factors of the standard deviation of one head's scores: their product is it."""
         squares = {"query": self.query_square, "spread": self.key_spread, "alignment": self.alignment}
         return {name: float(np.sqrt(square[head])) for name, square in squares.items()}
+
+    def parts(self, head: int, scale: float, d_k: int) -> dict[str, float] | None:
+        """Factors of the standard deviation of one head's scores, their product first; None where one is not known.
+
+        σ = |scale|·√dₖ (`width`) · √(E‖q‖²/dₖ · E‖k‖²/dₖ) (`length`) · √(share of ‖k‖² that differs from key to key)
+        (`distinct`) · √alignment. For independent standard normal q and k all but `width` are 1.
+
+        >>> split = CauseSplit.of([8.0], [1.0], [0.5], [1.0], [2.0])
+        >>> split.parts(0, 0.125, 64)
+        {'std': 1.0, 'width': 1.0, 'length': 1.4142135623730951, 'distinct': 0.5, 'alignment': 1.4142135623730951}
+        """
+        width = abs(scale) * d_k**0.5
+        square, spread, whole = (float(one[head]) for one in (self.query_square, self.key_spread, self.key_square))
+        aligned = float(self.alignment[head])
+        if not all(np.isfinite(x) and x > 0 for x in (width, square, spread, whole, aligned)):
+            return None
+        return {
+            "std": (square * spread * aligned) ** 0.5,
+            "width": width,
+            "length": (square * whole) ** 0.5 / width,
+            "distinct": (spread / whole) ** 0.5,
+            "alignment": aligned**0.5,
+        }
 
     def as_json(self) -> dict[str, list[float | None]]:
         """The numbers as lists; NaN becomes null."""

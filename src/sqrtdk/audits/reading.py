@@ -47,6 +47,24 @@ def name_scale(scale: AuditedScale) -> str:
     return f"{scale.measured:.4g}"
 
 
+def describe_spread(spreads: Sequence[Mapping[str, float] | None]) -> list[str]:
+    """Factors of the standard deviation of the scores, geometric means over the heads that have them.
+
+    >>> describe_spread([{"std": 3.0, "width": 1.0, "length": 4.0, "distinct": 0.5, "alignment": 1.5}, None])
+    ['Scores have a standard deviation of 3 (geometric mean of 1 head): 1 by width (scale·√dₖ) × 4 by the lengths of q
+    and k × 0.5 by what differs between keys × 1.5 by alignment.']
+    """
+    known = [spread for spread in spreads if spread is not None]
+    if not known:
+        return []
+    means = {name: math.exp(sum(math.log(one[name]) for one in known) / len(known)) for name in known[0]}
+    return [
+        f"Scores have a standard deviation of {means['std']:.3g} (geometric mean of {count(len(known), 'head')}): "
+        f"{means['width']:.3g} by width (scale·√dₖ) × {means['length']:.3g} by the lengths of q and k × "
+        f"{means['distinct']:.3g} by what differs between keys × {means['alignment']:.3g} by alignment."
+    ]
+
+
 def describe_scale(scales: Sequence[AuditedScale]) -> list[str]:
     """The scale in one line if all layers agree, else a line per scale; why, where it is not known."""
     groups: dict[tuple[str, int], list[AuditedScale]] = {}

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
 
-from sqrtdk.audits.reading import describe_findings, describe_patterns, describe_scale, describe_unseen
+from sqrtdk.audits.reading import describe_findings, describe_patterns, describe_scale, describe_spread, describe_unseen
 from sqrtdk.counterfactual import Variation
 from sqrtdk.display import count
 from sqrtdk.errors import InvalidTypeError, InvalidValueError
@@ -39,6 +39,8 @@ class AuditedHead:
         offset: the commonest max_key − position and its share of rows, `offset_share`.
         key_share: the share of a sequence's rows whose most attended key is its commonest one, mean over sequences.
         rows: how many rows were seen, `rows_judged` those of them that see at least 32 keys.
+        spread: standard deviation of the scores (`std`) and its factors `width`, `length`, `distinct`, `alignment`, as
+            `CauseSplit.parts` has them; None where one of them is not known.
     """
 
     layer: str
@@ -56,10 +58,13 @@ class AuditedHead:
     key_share: float | None
     rows: int
     rows_judged: int
+    spread: Mapping[str, float] | None = None
 
     @staticmethod
-    def of(layer: str, layer_index: int, summary: HeadSummary) -> list[AuditedHead]:
-        """The heads of a layer's summary."""
+    def of(
+        layer: str, layer_index: int, summary: HeadSummary, spreads: Sequence[Mapping[str, float] | None] = ()
+    ) -> list[AuditedHead]:
+        """The heads of a layer's summary, with the spread of each if it is known."""
         names, judged = patterns(summary), rows_that_see(summary, ENOUGH_KEYS)
         keys = summary.max_keys
         commonest = keys.offsets[:, 1:-1].argmax(axis=1) - FARTHEST
@@ -83,6 +88,7 @@ class AuditedHead:
                     key_share=_finite(keys.commonest_share[head]),
                     rows=int(summary.rows_seen[head]),
                     rows_judged=int(judged[head]),
+                    spread=spreads[head] if spreads else None,
                 )
             )
         return heads
@@ -259,6 +265,7 @@ class Audit:
         return [
             *describe_patterns(self.pattern_counts),
             *describe_scale(self.scale),
+            *describe_spread([head.spread for head in self.heads]),
             describe_findings(self.findings),
             *describe_unseen(self.unattributed, self.unattributed_where, self.about.get("unattributed_why", {})),
             *self.about.get("notes", []),
@@ -316,7 +323,10 @@ class Audit:
 
 
 def _pick(kind: Any, content: Mapping[str, Any]) -> dict[str, Any]:
-    return {item.name: content[item.name] for item in fields(kind)}
+    optional = {
+        item.name for item in fields(kind) if item.default is not MISSING or item.default_factory is not MISSING
+    }
+    return {item.name: content[item.name] for item in fields(kind) if item.name in content or item.name not in optional}
 
 
 def _finite(value: Any) -> float | None:

@@ -19,13 +19,14 @@ _MOST_TOKENS = 64
 
 
 class CauseSums(NamedTuple):
-    """Sums per head `[H]`: queries, ‖q‖, scale²·‖q‖²; sequences, tr Cov(k)/dₖ."""
+    """Sums per head `[H]`: queries, ‖q‖, scale²·‖q‖²; sequences, tr Cov(k)/dₖ, mean ‖k‖²/dₖ."""
 
     queries: Array
     norms: Array
     squares: Array
     sequences: Array
     spreads: Array
+    key_squares: Array
 
     def merge(self, other: CauseSums) -> CauseSums:
         """Those of both together."""
@@ -35,12 +36,12 @@ class CauseSums(NamedTuple):
         """The causes of the scores whose variance a summary has."""
         with np.errstate(invalid="ignore", divide="ignore"):
             norm, square = self.norms / self.queries, self.squares / self.queries
-            spread = self.spreads / self.sequences
-        return CauseSplit.of(norm, square, spread, summary["score_variance"].mean)
+            spread, key_square = self.spreads / self.sequences, self.key_squares / self.sequences
+        return CauseSplit.of(norm, square, spread, summary["score_variance"].mean, key_square)
 
 
 def read_causes(call: SeenCall, tokens: Tensor | None, dimension: int) -> Tensor:
-    """The sums `[5, H]` of a call, from some of its tokens; padding (tokens `[B, L]` that are not there) left out.
+    """The sums `[6, H]` of a call, from some of its tokens; padding (tokens `[B, L]` that are not there) left out.
 
     Args:
         call: the call.
@@ -59,17 +60,17 @@ def read_causes(call: SeenCall, tokens: Tensor | None, dimension: int) -> Tensor
         use = present * squares.isfinite()
         squares = squares.nan_to_num(0.0, 0.0, 0.0)
         scaled = squares * (factor * factor)
-        spreads = _spread(keys, _present(tokens, call.k, keys[..., 0]), dimension).repeat_interleave(
-            heads // groups, dim=1
+        spreads, key_squares = _spread(keys, _present(tokens, call.k, keys[..., 0]), dimension).repeat_interleave(
+            heads // groups, dim=-1
         )
-        finite = spreads.isfinite()
+        finite = spreads.isfinite() & key_squares.isfinite()
         return torch.stack(
             [
                 use.sum(dim=(0, 2)),
                 (squares.sqrt() * use).sum(dim=(0, 2)),
                 (scaled * use).sum(dim=(0, 2)),
                 finite.sum(dim=0).to(squares),
-                spreads.nan_to_num(0.0, 0.0, 0.0).sum(dim=0),
+                *((one * finite).nan_to_num(0.0, 0.0, 0.0).sum(dim=0) for one in (spreads, key_squares)),
             ]
         )
 
@@ -90,9 +91,9 @@ def _present(tokens: Tensor | None, x_BHLD: Tensor, like_BHn: Tensor) -> Tensor:
 
 
 def _spread(k_BGnD: Tensor, present_B1n: Tensor, dimension: int) -> Tensor:
-    """tr Cov(k)/dₖ per sequence and key head `[B, G]`; NaN where there are no two keys."""
+    """tr Cov(k)/dₖ and mean ‖k‖²/dₖ per sequence and key head `[2, B, G]`; NaN where there are no two keys."""
     weight = present_B1n[..., None]
     total = weight.sum(dim=-2)  # [B, 1, 1]
     mean = (k_BGnD * weight).sum(dim=-2, keepdim=True) / total[..., None]
-    variance = ((k_BGnD - mean).square() * weight).sum(dim=(-1, -2)) / total[..., 0]
-    return torch.where(total[..., 0] > 1, variance / dimension, torch.nan)
+    sums = torch.stack([((k_BGnD - shift).square() * weight).sum(dim=(-1, -2)) for shift in (mean, 0.0)])
+    return torch.where(total[..., 0] > 1, sums / (total[..., 0] * dimension), torch.nan)
