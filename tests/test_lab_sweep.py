@@ -100,6 +100,34 @@ def test_a_run_that_another_sweep_finished_meanwhile_is_not_repeated():
     assert (told[-1].done, told[-1].reused, told[-1].remaining) == (2, 1, 0.0)
 
 
+def test_two_sweeps_on_one_store_train_every_run_once(tmp_path, monkeypatch):
+    """Each in a thread of its own; a run that the other one trains is waited for, not repeated."""
+    from sqrtdk.lab import train
+
+    real, trained = train.train, []
+
+    def counting(spec, report=None):
+        trained.append(spec.seed)
+        time.sleep(0.05)
+        return real(spec, report)
+
+    monkeypatch.setattr(train, "train", counting)
+    monkeypatch.setattr(processes, "_OTHERS_SECONDS", 0.01)
+    results = {}
+
+    def sweep(name):
+        with make_lab(tmp_path / "runs.sqlite") as lab:
+            results[name] = losses(lab.run(grid(6)))
+
+    threads = [threading.Thread(target=sweep, args=(name,)) for name in ("one", "two")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(trained) == [0, 1, 2, 3, 4, 5]
+    assert results["one"] == results["two"]
+
+
 @pytest.mark.parametrize(("workers", "error"), [(0, InvalidValueError), (1.5, InvalidTypeError)])
 def test_bad_workers_are_refused(workers, error):
     with pytest.raises(error, match="workers must be"):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import sys
-from typing import Annotated
+import warnings
+from typing import Annotated, Any
 
 import typer
 
 from sqrtdk.commands import diagnose, experiment, look, machine, understand
 from sqrtdk.commands.presenting import fail
-from sqrtdk.errors import SqrtdkError
+from sqrtdk.errors import SqrtdkError, SqrtdkWarning
 from sqrtdk.options import name_options
 from sqrtdk.records import versions
 from sqrtdk.spelling import never_fail
@@ -65,9 +66,23 @@ def _list_options() -> set[str]:
     return {name for command in commands for option in command.params for name in option.opts if name[:2] == "--"}
 
 
+def _show_warnings_as_lines() -> None:
+    """Print sqrtdk's own warnings as one line on stderr, without the line of code that a program would want."""
+    show = warnings.showwarning
+
+    def show_line(message: Warning | str, category: type[Warning], *rest: Any, **more: Any) -> None:
+        if issubclass(category, SqrtdkWarning):
+            print(f"sqrtdk: {message}", file=sys.stderr)
+        else:
+            show(message, category, *rest, **more)
+
+    warnings.showwarning = show_line
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; wrong input ends with one line on stderr and exit code 2."""
     never_fail(sys.stdout, sys.stderr)
+    _show_warnings_as_lines()
     try:
         code = app(args=arguments, standalone_mode=False, prog_name="sqrtdk")
     except SqrtdkError as error:

@@ -23,6 +23,8 @@ from sqrtdk.lab.sweep import Curves, Sweep
 _REPORT_SECONDS = 0.2
 # The curves so far go into the store for those who look on: rarer, as each is a write to the disk.
 _CURVES_SECONDS = 2.0
+# Between two looks at runs that another sweep on the same store trains.
+_OTHERS_SECONDS = 0.5
 
 
 class Processes:
@@ -55,9 +57,12 @@ class Processes:
         if count > 1:
             self._run_in_processes(sweep, count)
             return
-        while (spec := sweep.take()) is not None:
-            job = spec
-            sweep.finish(job, _train_guarded(job, partial(sweep.advance, job)))
+        while sweep.pending:
+            job = sweep.take()
+            if job is not None:
+                sweep.finish(job, _train_guarded(job, partial(sweep.advance, job)))
+            elif sweep.pending:
+                time.sleep(_OTHERS_SECONDS)
 
     def prepare(self) -> None:
         """Start the processes now: they import torch while the caller does something else."""
@@ -72,23 +77,30 @@ class Processes:
     def _run_in_processes(self, sweep: Sweep, count: int) -> None:
         busy: list[_Worker] = []
         try:
-            for _ in range(count):
-                self._engage(sweep, busy)
-            while busy:
-                for ready in wait([worker.connection for worker in busy]):
-                    worker = next(item for item in busy if item.connection is ready)
-                    if _hear(sweep, worker):
-                        continue
-                    busy.remove(worker)
-                    if worker.is_usable():
-                        self._idle.append(worker)
-                    else:
-                        _stop(worker)
-                    if len(busy) < len(sweep.pending):
-                        self._engage(sweep, busy)
+            while sweep.pending:
+                for _ in range(min(count, len(sweep.pending))):
+                    self._engage(sweep, busy)
+                while busy:
+                    self._listen(sweep, busy)
+                if sweep.pending:
+                    time.sleep(_OTHERS_SECONDS)
         finally:
             for worker in busy:
                 _stop(worker)
+
+    def _listen(self, sweep: Sweep, busy: list[_Worker]) -> None:
+        """Hear the workers that have something to say; let others go on with what is pending."""
+        for ready in wait([worker.connection for worker in busy]):
+            worker = next(item for item in busy if item.connection is ready)
+            if _hear(sweep, worker):
+                continue
+            busy.remove(worker)
+            if worker.is_usable():
+                self._idle.append(worker)
+            else:
+                _stop(worker)
+            if len(busy) < len(sweep.pending):
+                self._engage(sweep, busy)
 
     def _engage(self, sweep: Sweep, busy: list[_Worker]) -> None:
         """Let an idle worker begin, or start one, which begins when it has said that it is ready."""

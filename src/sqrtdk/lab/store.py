@@ -1,22 +1,35 @@
-"""The store of finished runs and records: one SQLite file, written ahead: survives a kill, serves several sweeps."""
+"""Finished runs and records in one SQLite file, written ahead: it survives a kill and serves several sweeps."""
 
 from __future__ import annotations
 
 import json
-import sqlite3
+import os
+import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from sqrtdk.errors import InvalidValueError, SqrtdkError
+from sqrtdk.errors import SqrtdkError, warn
 from sqrtdk.lab.spec import RunSpec
+from sqrtdk.lab.store_file import (
+    COLUMNS,
+    connect,
+    identify,
+    in_words,
+    read_mapping,
+    reading,
+    require_ours,
+    seal,
+    select,
+    unseal,
+)
 from sqrtdk.records import Record, spec_hash, versions
 
-STORE_VERSION = 1
 CURVES = (
     "step",
     "loss",
@@ -27,41 +40,8 @@ CURVES = (
     "saturation_index",
     "jacobian_trace",
 )
-
-APPLICATION_ID = 0x73716474  # "sqdt": marks the file as ours
-_BUSY_SECONDS = 60.0
-_CREATE = (
-    """
-CREATE TABLE IF NOT EXISTS runs (
-    key TEXT PRIMARY KEY,
-    status TEXT NOT NULL,
-    spec TEXT NOT NULL,
-    row TEXT NOT NULL,
-    curves TEXT NOT NULL,
-    versions TEXT NOT NULL,
-    finished REAL NOT NULL
-)
-""",
-    # Files made before there were records get the table when they are next opened.
-    """
-CREATE TABLE IF NOT EXISTS records (
-    kind TEXT NOT NULL,
-    spec_hash TEXT NOT NULL,
-    content TEXT NOT NULL,
-    finished REAL NOT NULL,
-    PRIMARY KEY (kind, spec_hash)
-)
-""",
-    """
-CREATE TABLE IF NOT EXISTS running (
-    key TEXT PRIMARY KEY,
-    spec TEXT NOT NULL,
-    step INTEGER NOT NULL,
-    curves TEXT NOT NULL,
-    seen REAL NOT NULL
-)
-""",
-)
+SILENT_SECONDS = 30.0
+"""A run that has not been heard of for so long was killed."""
 
 
 @dataclass(frozen=True)
@@ -98,11 +78,14 @@ def record_failure(spec: RunSpec, message: str) -> RunRecord:
 class Store:
     """Finished runs by their spec's hash, and finished records by kind and spec; each is committed as it is put.
 
+    Every row has a checksum. A row that is damaged is left out with a warning that names it; the others are read.
+
     Args:
         path: the SQLite file, made if it is not there; None keeps the runs in memory.
+        read_only: read what is there, also where nothing can be written; the file must exist.
 
     Raises:
-        InvalidValueError: the file is not such a store, of another version, cannot be written, or its folder does not
+        InvalidValueError: the file is not such a store, of a later version, cannot be written, or its folder does not
             exist. The file is left as it was.
         SqrtdkError: the file is damaged, or the disk is full; from `get` and `put` too.
 
@@ -112,20 +95,27 @@ class Store:
     (0.5, None)
     """
 
-    def __init__(self, path: str | Path | None) -> None:
+    def __init__(self, path: str | Path | None, *, read_only: bool = False) -> None:
         self._path = None if path is None else Path(path)
-        if self._path is not None:
-            _require_usable(self._path)
-        with _in_words(self._path):
-            self._connection = _connect(self._path)
+        self._stack = ExitStack()
+        self._owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex}"
+        self._claims: set[str] = set()
+        if read_only and self._path is not None:
+            self._connection = self._stack.enter_context(reading(self._path))
+            with in_words(self._path):
+                application, version, _ = identify(self._connection)
+            require_ours(application, version, self._path)
+        else:
+            self._connection = connect(self._path)
+            self._stack.callback(self._connection.close)
 
     def get(self, spec: RunSpec) -> RunRecord | None:
-        """The finished run of this spec; None if there is none or it failed, as a failure deserves another try."""
-        with _in_words(self._path):
-            stored = self._connection.execute(
-                "SELECT row, curves FROM runs WHERE key = ? AND status != 'failed'", (spec.key,)
-            ).fetchone()
-            return None if stored is None else RunRecord(json.loads(stored[0]), json.loads(stored[1]))
+        """The finished run of this spec; None if there is none, it failed or is damaged: that deserves another try."""
+        stored = self._select("runs", "WHERE key = ?", spec.key)
+        for _, row in stored:
+            if row["status"] != "failed":
+                return RunRecord(read_mapping(row["row"]), read_mapping(row["curves"]))
+        return None
 
     def put(self, spec: RunSpec, record: RunRecord) -> None:
         """Keep a run; committed when this returns."""
@@ -134,28 +124,53 @@ class Store:
             record.row["status"],
             json.dumps(spec.as_dict()),
             json.dumps(dict(record.row)),
-            json.dumps({name: list(values) for name, values in record.curves.items()}),
+            _write_curves(record.curves),
             json.dumps(versions()),
             time.time(),
         )
-        with _in_words(self._path):
-            self._connection.execute("INSERT OR REPLACE INTO runs VALUES (?, ?, ?, ?, ?, ?, ?)", values)
+        with in_words(self._path):
+            self._insert("runs", values)
             self._connection.execute("DELETE FROM running WHERE key = ?", (spec.key,))
+        self._claims.discard(spec.key)
+
+    def claim(self, spec: RunSpec) -> bool:
+        """Say that this process trains a run; False if another one that is alive does so, or it is finished.
+
+        A claim lasts while `put_running` renews it, for half a minute at most without, and until `put` or `close`.
+        """
+        if self._path is None:
+            return True
+        with in_words(self._path):
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                stored = self._connection.execute(
+                    "SELECT owner, seen FROM running WHERE key = ?", (spec.key,)
+                ).fetchone()
+                is_free = stored is None or not _is_held(stored[0].decode(), stored[1], self._owner)
+                # Another process may have finished it since it was last looked for.
+                is_free = is_free and self.get(spec) is None
+                if is_free:
+                    self._insert("running", (spec.key, json.dumps(spec.as_dict()), 0, "{}", time.time(), self._owner))
+            finally:
+                self._connection.execute("COMMIT")
+        if is_free:
+            self._claims.add(spec.key)
+        return is_free
 
     def put_running(self, spec: RunSpec, step: int, curves: Mapping[str, Sequence[float]]) -> None:
         """Show how far an unfinished run is, until it is put; for those who look on, never taken for a result."""
         if self._path is None:
             return
-        written = json.dumps({name: list(values) for name, values in curves.items()})
-        values = (spec.key, json.dumps(spec.as_dict()), step, written, time.time())
-        with _in_words(self._path):
-            self._connection.execute("INSERT OR REPLACE INTO running VALUES (?, ?, ?, ?, ?)", values)
+        values = (spec.key, json.dumps(spec.as_dict()), step, _write_curves(curves), time.time(), self._owner)
+        with in_words(self._path):
+            self._insert("running", values)
+        self._claims.add(spec.key)
 
     def put_record(self, record: Record) -> None:
         """Keep a finished record in place of one of the same kind and spec; committed when this returns."""
         values = (record.kind, spec_hash(record.spec), json.dumps(record.as_json()), time.time())
-        with _in_words(self._path):
-            self._connection.execute("INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?)", values)
+        with in_words(self._path):
+            self._insert("records", values)
 
     def records(self, kind: str | None = None) -> list[Record]:
         """The finished records, of one kind or all, the latest last: to draw or print again without computing.
@@ -165,19 +180,51 @@ class Store:
         ...     [record.kind for record in store.records()], store.records("swap")
         (['variance'], [])
         """
-        with _in_words(self._path):
-            rows = self._connection.execute(
-                "SELECT content FROM records WHERE ?1 IS NULL OR kind = ?1 ORDER BY finished, rowid", (kind,)
-            ).fetchall()
-            return [Record.from_json(json.loads(content)) for (content,) in rows]
+        found = []
+        for rowid, row in self._select("records", "WHERE ?1 IS NULL OR kind = ?1", kind):
+            try:
+                found.append((row["finished"], rowid, Record.from_json(read_mapping(row["content"]))))
+            except (SqrtdkError, ValueError, TypeError, KeyError) as error:
+                self._report("records", rowid, error)
+        return [record for *_, record in sorted(found, key=lambda one: one[:2])]
+
+    def _insert(self, table: str, values: Sequence[Any]) -> None:
+        names = (*COLUMNS[table], "checksum")
+        marks = ", ".join("?" * len(names))
+        statement = f"INSERT OR REPLACE INTO {table} ({', '.join(names)}) VALUES ({marks})"
+        self._connection.execute(statement, (*values, seal(values)))
+
+    def _select(self, table: str, condition: str, *values: Any) -> list[tuple[int, dict[str, Any]]]:
+        """The sound rows, each after its number; damaged ones are reported."""
+        with in_words(self._path):
+            rows = select(self._connection, table, condition, *values)
+        sound = []
+        for rowid, *stored in rows:
+            try:
+                row = unseal(table, stored)
+                for name in {"row", "curves", "spec"} & row.keys():
+                    read_mapping(row[name])
+                sound.append((rowid, row))
+            except ValueError as error:
+                self._report(table, rowid, error)
+        return sound
+
+    def _report(self, table: str, rowid: int, error: Exception) -> None:
+        reason = " ".join(str(error).split())[:120]
+        warn(f"store {self._path}: row {rowid} of {table} is damaged ({reason}) and left out; the others are read")
 
     def __len__(self) -> int:
-        with _in_words(self._path):
+        with in_words(self._path):
             return int(self._connection.execute("SELECT COUNT(*) FROM runs").fetchone()[0])
 
     def close(self) -> None:
-        """Close the file."""
-        self._connection.close()
+        """Give up the claims on runs that were not finished, and close the file."""
+        if self._claims:
+            with in_words(self._path):
+                marks = ", ".join("?" * len(self._claims))
+                self._connection.execute(f"DELETE FROM running WHERE key IN ({marks})", list(self._claims))
+            self._claims.clear()
+        self._stack.close()
 
     def __enter__(self) -> Store:
         return self
@@ -188,93 +235,21 @@ class Store:
         self.close()
 
 
-@contextmanager
-def _in_words(path: Path | None) -> Iterator[None]:
-    """What SQLite reports, as an error that says what to do."""
+def _write_curves(curves: Mapping[str, Sequence[float]]) -> str:
+    return json.dumps({name: list(values) for name, values in curves.items()})
+
+
+def _is_held(owner: str, seen: float, own: str) -> bool:
+    """Whether another process that is alive has claimed a run."""
+    if owner in ("", own) or time.time() - seen > SILENT_SECONDS:
+        return False
+    host, process, _ = owner.split(":")
+    if host != socket.gethostname():
+        return True
     try:
-        yield
-    except json.JSONDecodeError as error:
-        raise _damaged(path, error) from None
-    except sqlite3.DatabaseError as error:
-        # The low byte is the kind, the rest says where it happened.
-        kind = getattr(error, "sqlite_errorcode", 0) & 0xFF
-        if kind == sqlite3.SQLITE_CORRUPT:
-            raise _damaged(path, error) from None
-        if kind == sqlite3.SQLITE_NOTADB:
-            raise InvalidValueError(f"store must be a SQLite file made by sqrtdk, got {path} ({error})") from None
-        if kind in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
-            raise SqrtdkError(
-                f"store {path} cannot be written ({error}); finished runs in it are kept: make room and start again"
-            ) from None
-        if kind == sqlite3.SQLITE_BUSY:
-            raise SqrtdkError(f"store {path} is in use by another process ({error}); wait for it") from None
-        raise InvalidValueError(f"store must be a file that can be written, got {path} ({error})") from None
-
-
-def _damaged(path: Path | None, error: Exception) -> SqrtdkError:
-    return SqrtdkError(f"store {path} is damaged ({error}); move it away, or give another file")
-
-
-def _require_usable(path: Path) -> None:
-    if not path.parent.is_dir():
-        raise InvalidValueError(f"store must lie in a folder that exists, got {path}")
-    if path.is_dir():
-        raise InvalidValueError(f"store must be a file, got the folder {path}")
-    if not path.exists() or path.stat().st_size == 0:
-        return
-    with _in_words(path):
-        application, version, tables = _read_identity(path)
-    if application == 0 and tables == 0:
-        return  # A sweep was killed between making the file and making its table.
-    if application != APPLICATION_ID:
-        raise InvalidValueError(f"store must be a SQLite file made by sqrtdk, got {path}, made by something else")
-    if version != STORE_VERSION:
-        raise InvalidValueError(
-            f"store must have version {STORE_VERSION}, got {path} of version {version}; give another file"
-        )
-
-
-def _read_identity(path: Path) -> tuple[int, int, int]:
-    # Opened for writing though nothing is written: a read-only reader cannot clear its -wal and -shm files away.
-    connection = sqlite3.connect(
-        f"{path.resolve().as_uri()}?mode=rw", timeout=_BUSY_SECONDS, isolation_level=None, uri=True
-    )
-    try:
-        # One transaction: another sweep may be making the table, which must be seen whole or not at all.
-        connection.execute("BEGIN")
-        application = connection.execute("PRAGMA application_id").fetchone()[0]
-        version = connection.execute("PRAGMA user_version").fetchone()[0]
-        tables = connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]
-        return int(application), int(version), int(tables)
-    finally:
-        connection.close()
-
-
-def _connect(path: Path | None) -> sqlite3.Connection:
-    connection = sqlite3.connect(path or ":memory:", timeout=_BUSY_SECONDS, isolation_level=None)
-    try:
-        _enter_write_ahead_mode(connection)
-        # The write lock comes first: of two sweeps that begin together one makes the table, the other finds it.
-        connection.execute("BEGIN IMMEDIATE")
-        for statement in _CREATE:
-            connection.execute(statement)
-        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-        connection.execute(f"PRAGMA user_version = {STORE_VERSION}")
-        connection.execute("COMMIT")
-    except BaseException:
-        connection.close()
-        raise
-    return connection
-
-
-def _enter_write_ahead_mode(connection: sqlite3.Connection) -> None:
-    deadline = time.monotonic() + _BUSY_SECONDS
-    while True:
-        try:
-            connection.execute("PRAGMA journal_mode = WAL")
-            return
-        except sqlite3.OperationalError as error:
-            # SQLite does not wait here by itself when another sweep is changing the mode of the same new file.
-            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
-                raise
-            time.sleep(0.02)
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -62,12 +62,18 @@ class Sweep:
         return True
 
     def take(self) -> RunSpec | None:
-        """The next run to train; another sweep on the same store may have finished some meanwhile."""
-        while self.pending:
+        """The next run to train; None while other sweeps on the same store train all that are pending.
+
+        Runs that another sweep has finished meanwhile are taken from the store.
+        """
+        for _ in range(len(self.pending)):
             spec = self.pending.popleft()
-            if not self.reuse(spec):
+            if self.reuse(spec):
+                self.tell()
+            elif self.store.claim(spec):
                 return spec
-            self.tell()
+            else:
+                self.pending.append(spec)
         return None
 
     def finish(self, spec: RunSpec, record: RunRecord) -> None:

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 import time
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from sqrtdk.errors import InvalidValueError
-from sqrtdk.lab.store import APPLICATION_ID, CURVES, STORE_VERSION
+from sqrtdk.errors import InvalidValueError, SqrtdkError
+from sqrtdk.lab.store import CURVES, SILENT_SECONDS
+from sqrtdk.lab.store_file import identify, in_words, read_mapping, reading, require_ours, select, unseal
 from sqrtdk.report.palette import NEUTRAL, policy_colour
 from sqrtdk.setting_names import name_policy
 
 MOST_RUNS = 1000
 MOST_CURVES = 64
 _BUSY_SECONDS = 1.0
-# A run that has not been heard of for so long was killed.
-_SILENT_SECONDS = 30.0
+_JSON = ("spec", "row", "curves", "versions")
 
 
 def list_runs(path: Path | None, version: str | None = None) -> dict[str, Any]:
@@ -46,44 +44,52 @@ def list_runs(path: Path | None, version: str | None = None) -> dict[str, Any]:
     if not path.exists() or path.stat().st_size == 0:
         return {"state": "waiting", "message": f"{path.name} is not there yet. The page looks again by itself."}
     try:
-        with closing(_connect(path)) as connection:
-            if not _is_made(connection, path):
+        with reading(path, _BUSY_SECONDS) as connection, in_words(path):
+            application, store_version, tables = identify(connection)
+            if application == 0 and not tables:
                 return {"state": "waiting", "message": f"{path.name} is just being made."}
+            require_ours(application, store_version, path)
             total, latest = connection.execute("SELECT COUNT(*), MAX(finished) FROM runs").fetchone()
-            unfinished = _read_running(connection)
-            current = f"{total}-{latest}-{max((seen for *_, seen in unfinished), default=0)}"
+            running = _select(connection, "running", "WHERE seen > ? ORDER BY key", time.time() - SILENT_SECONDS)
+            current = f"{total}-{latest}-{max((row['seen'] for row in running), default=0)}"
             if current == version:
                 return {"state": "ready", "version": current, "unchanged": True}
-            rows = connection.execute(
-                "SELECT key, status, row, finished FROM runs ORDER BY finished DESC, key LIMIT ?", (MOST_RUNS,)
-            ).fetchall()
-        runs = [
-            {"key": key, "status": status, "finished": finished, **_describe(json.loads(row))}
-            for key, status, row, finished in rows
-        ]
-        running = [
-            {"key": key, "step": step, "curves": _pick(json.loads(curves)), **_describe(json.loads(spec))}
-            for key, spec, step, curves, _ in unfinished
-        ]
-    except (sqlite3.DatabaseError, ValueError) as error:
+            rows = _select(connection, "runs", "ORDER BY finished DESC, key")
+    except (SqrtdkError, OSError) as error:
         return {"state": "unreadable", "message": f"{path.name} cannot be read: {error}"}
-    return {"state": "ready", "version": current, "total": total, "runs": runs, "running": running}
+    runs = [
+        {"key": row["key"], "status": row["status"], "finished": row["finished"], **_describe(row["row"])}
+        for row in rows[:MOST_RUNS]
+    ]
+    unfinished = [
+        {"key": row["key"], "step": row["step"], "curves": _pick(row["curves"]), **_describe(row["spec"])}
+        for row in running[:MOST_CURVES]
+    ]
+    damaged = min(total, MOST_RUNS) - len(runs)
+    return {
+        "state": "ready",
+        "version": current,
+        "total": total,
+        "damaged": damaged,
+        "runs": runs,
+        "running": unfinished,
+    }
 
 
-def _read_running(connection: sqlite3.Connection) -> list[tuple[str, str, int, str, float]]:
-    """Runs that are being trained: key, spec, step, curves so far, and when they were heard of."""
-    if not connection.execute("SELECT COUNT(*) FROM sqlite_master WHERE name = 'running'").fetchone()[0]:
-        return []  # a store of before there were such
-    return connection.execute(
-        "SELECT key, spec, step, curves, seen FROM running WHERE seen > ? ORDER BY key LIMIT ?",
-        (time.time() - _SILENT_SECONDS, MOST_CURVES),
-    ).fetchall()
+def _select(connection: sqlite3.Connection, table: str, condition: str, *values: Any) -> list[dict[str, Any]]:
+    """The sound rows of a table, with their JSON read."""
+    sound = []
+    for _, *stored in select(connection, table, f"{condition} LIMIT {MOST_RUNS}", *values):
+        try:
+            row = unseal(table, stored)
+            sound.append({name: read_mapping(text) if name in _JSON else text for name, text in row.items()})
+        except ValueError:
+            continue
+    return sound
 
 
-def _describe(row: Any) -> dict[str, Any]:
+def _describe(row: dict[str, Any]) -> dict[str, Any]:
     """A run's row with the colour and the name of its policy."""
-    if not isinstance(row, dict):
-        raise ValueError("a row of it is no record")
     scale = str(row.get("scale", ""))
     try:
         colour = policy_colour(scale)
@@ -103,30 +109,12 @@ def read_curves(path: Path | None, keys: Sequence[str]) -> dict[str, dict[str, A
     if path is None or not path.exists():
         raise InvalidValueError("store must be there to read curves from, got none")
     try:
-        with closing(_connect(path)) as connection:
-            marks = ",".join("?" * len(keys))
-            rows = connection.execute(f"SELECT key, curves FROM runs WHERE key IN ({marks})", list(keys)).fetchall()
-        curves = {key: json.loads(text) for key, text in rows}
-    except (sqlite3.DatabaseError, ValueError) as error:
+        with reading(path, _BUSY_SECONDS) as connection, in_words(path):
+            rows = _select(connection, "runs", f"WHERE key IN ({','.join('?' * len(keys))})", *keys)
+    except (SqrtdkError, OSError) as error:
         raise InvalidValueError(f"store must be readable, got {path.name}: {error}") from None
-    return {key: _pick(own) for key, own in curves.items()}
+    return {row["key"]: _pick(row["curves"]) for row in rows}
 
 
-def _pick(curves: Any) -> dict[str, list[Any]]:
-    return {name: curves[name] for name in CURVES if isinstance(curves, dict) and isinstance(curves.get(name), list)}
-
-
-def _connect(path: Path) -> sqlite3.Connection:
-    return sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=_BUSY_SECONDS)
-
-
-def _is_made(connection: sqlite3.Connection, path: Path) -> bool:
-    """Whether the file has its tables; what is no store of ours is refused."""
-    application = connection.execute("PRAGMA application_id").fetchone()[0]
-    version = connection.execute("PRAGMA user_version").fetchone()[0]
-    tables = connection.execute("SELECT COUNT(*) FROM sqlite_master WHERE name = 'runs'").fetchone()[0]
-    if application == 0 and not tables:
-        return False
-    if application != APPLICATION_ID or version != STORE_VERSION:
-        raise ValueError("it is no store of this version of sqrtdk")
-    return bool(tables)
+def _pick(curves: dict[str, Any]) -> dict[str, list[Any]]:
+    return {name: curves[name] for name in CURVES if isinstance(curves.get(name), list)}
