@@ -198,6 +198,19 @@ def test_saturation_trace_keeps_its_accuracy_far_out():
     assert far == pytest.approx(6 * math.exp(-40), rel=1e-12)
 
 
+@pytest.mark.parametrize("share", [1e-12, 3e-7, 0.05, 0.5, 0.7])
+def test_no_saturation_point_lies_below_its_own_threshold(share):
+    trace, weight, _, _, single = exercises.saturation(share=share).tables["points"]
+    assert trace["jacobian_trace"] <= share * 0.75
+    assert weight["first_weight"] >= 1.0 - share
+    assert weight["x"] == pytest.approx(max(0.0, math.log(3) + math.log1p(-share) - math.log(share)), rel=1e-12)
+    assert "100 %" not in weight["definition"]
+    said = exercises.saturation(share=share).reading
+    assert "1.0000" not in said[0]
+    assert ("already from" in said[2]) == (single["x"] < trace["x"])
+    assert ("only from" in said[2]) == (share >= 0.05)
+
+
 def test_saturation_says_whether_the_point_lies_in_the_sweep():
     assert "within the sweep" in exercises.saturation().reading[0]
     assert "beyond the sweep" in exercises.saturation(largest=2.0).reading[0]

@@ -67,8 +67,10 @@ def _describe(x: float, zeros: int) -> dict[str, float]:
     # With t = e^(−x) the weights are 1/(1 + zeros·t) and t/(1 + zeros·t); 1 − p is never formed, so nothing cancels.
     t = math.exp(-x)
     total = 1.0 + zeros * t
-    first, other = 1.0 / total, t / total
+    other = t / total
     rest = zeros * other
+    # The sum 1 + zeros·t loses the digits of a small rest, 1 − rest those of a small first weight.
+    first = 1.0 - rest if rest < 0.5 else 1.0 / total
     entropy = math.log(total) + rest * x
     return {
         "x": x,
@@ -88,7 +90,13 @@ def _solve_definitions(zeros: int, share: float) -> list[dict[str, Any]]:
             f"trace 1 − Σp² down to {percent} of its largest",
             lambda x: _describe(x, zeros)["jacobian_trace"] <= share * full_trace,
         ),
-        (f"largest weight at {100 * (1 - share):g} %", lambda x: zeros * _describe(x, zeros)["other_weight"] <= share),
+        (
+            f"all but {percent} of the weight on the largest",
+            # Each rounds on its own: both must hold, or the weight that is printed may lie below 1 − share.
+            lambda x: (
+                zeros * (at := _describe(x, zeros))["other_weight"] <= share and at["first_weight"] >= 1.0 - share
+            ),
+        ),
         (
             f"entropy down to {percent} of ln {zeros + 1}",
             lambda x: _describe(x, zeros)["entropy_ratio"] <= share,
@@ -137,11 +145,15 @@ def _read(solutions: list[dict[str, Any]], zeros: int, share: float, largest: fl
     others = [row["x"] for row in solutions[1:-1]]
     shown = ", ".join(["x"] + ["0"] * zeros) if zeros <= 5 else f"x and {zeros} zeros"
     where = "within" if main["x"] <= largest else "beyond"
+    rest = zeros * _describe(main["x"], zeros)["other_weight"]
+    weight = f"{main['first_weight']:.4f}" if rest >= 5e-5 else f"1 − {rest:.2g}"
+    single = solutions[-1]["x"]
+    when = "only from" if single > max(main["x"], *others) else "already from" if single < main["x"] else "from"
     return [
         f"softmax([{shown}]) saturates at x = {main['x']:.3f}, {where} the sweep: there the trace 1 − Σp² is "
         f"{100 * share:g} % "
-        f"of its value at x = 0 and the largest weight is {main['first_weight']:.4f}.",
+        f"of its value at x = 0 and the largest weight is {weight}.",
         f"Why this definition: {_WHY}.",
         f"The other definitions with the same share put the point between {min(others):.2f} and {max(others):.2f}; "
-        f"float32 rounds the largest weight to 1 only from x = {solutions[-1]['x']:.1f} on.",
+        f"float32 rounds the largest weight to 1 {when} x = {single:.1f} on.",
     ]
