@@ -26,6 +26,13 @@ def test_a_directory_is_taken_as_it_is(tmp_path):
     assert find_checkpoint(str(sharded)) == sharded
 
 
+def test_long_contexts_are_no_layers(tmp_path):
+    config = (
+        '{"model_type": "gpt2", "block_size": 131072, "num_layers": 96, "layer_norm_eps": 1e-5, "hidden_dim": 20000}'
+    )
+    assert find_checkpoint(str(make_model(tmp_path / "model", config=config)))
+
+
 @pytest.mark.parametrize("name", ["a_small_model", "a-small-model"])
 def test_a_package_is_found_without_running_it(tmp_path, monkeypatch, name):
     model = make_model(tmp_path / "a_small_model" / "inner" / "model")
@@ -44,6 +51,9 @@ def test_a_package_is_found_without_running_it(tmp_path, monkeypatch, name):
         ({"config": "{"}, "must be JSON, got"),
         ({"config": "{}"}, "must name a model_type, got none"),
         ({"config": "[]"}, "must name a model_type, got none"),
+        ({"config": "[" * 100_000}, "must be JSON, got brackets in brackets without end"),
+        ({"config": '{"model_type": "a", "num_hidden_layers": 1000000000}'}, "got num_hidden_layers = 1000000000"),
+        ({"config": '{"model_type": "a", "text_config": {"n_experts": 99999}}'}, "got n_experts = 99999"),
     ],
 )
 def test_a_directory_without_a_model_says_what_is_missing(tmp_path, made, message):

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -242,6 +243,19 @@ def test_short_commands_say_nothing_without_a_terminal(capsys):
     assert run(capsys, "saturation")[2] == ""
 
 
+@pytest.mark.skipif(os.name == "nt", reason="a shell that closes streams")
+def test_closed_streams_are_no_traceback():
+    command = f"{shlex.quote(sys.executable)} -m sqrtdk scales"
+    closed = subprocess.run(f"exec {command} >&-", shell=True, capture_output=True, text=True, check=False)
+    assert closed.returncode == 1
+    assert closed.stderr == (
+        "sqrtdk: standard output must be open, got a closed one; give > /dev/null if nothing is wanted\n"
+    )
+    silent = subprocess.run(f"exec {command} --json 2>&-", shell=True, capture_output=True, text=True, check=False)
+    assert silent.returncode == 0
+    assert json.loads(silent.stdout)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -273,6 +287,9 @@ def test_short_commands_say_nothing_without_a_terminal(capsys):
         ),
         (["variance", "--d-k", "100000000000"], ": --d-k must not exceed 67108864, got 100000000000"),
         (["saturation", "--zeros", "100000000"], ": --zeros must not exceed 1000000, got 100000000"),
+        (["bench", "--threads", "0"], ": --threads must lie between 1 and 256, got 0"),
+        (["audit", ".", "--text", "/dev/zero"], ": --text must be a file with text in UTF-8, got /dev/zero (the file"),
+        (["serve", "--audit", "/dev/zero"], ": --audit must be what `sqrtdk audit --json` prints, got /dev/zero"),
         (["nosuchcommand"], "nosuchcommand"),
         (["variance", "--nosuchoption"], "--nosuchoption"),
     ],

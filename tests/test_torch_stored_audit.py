@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import shutil
 import socket
 from pathlib import Path
 
@@ -136,6 +137,16 @@ def test_weights_that_are_missing_are_told(store, tmp_path):
     transformers.GPT2Model(transformers.GPT2Config(**FRESH["gpt2"][2])).save_pretrained(other)
     (other / "config.json").write_text((store("bert") / "config.json").read_text())
     with pytest.raises(SqrtdkError, match=r"must be those of its config\.json, got none that fit"):
+        audit_stored(str(other))
+
+
+@pytest.mark.parametrize("field", ["vocab_size", "intermediate_size"])
+def test_a_configuration_for_far_more_than_is_stored_is_refused_at_once(store, tmp_path, field):
+    other = tmp_path / "huge"
+    shutil.copytree(store("bert"), other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, field: 10**10}))
+    with pytest.raises(SqrtdkError, match=r"config\.json in .*huge' must be that of its weights, got one for \d.*e\+1"):
         audit_stored(str(other))
 
 

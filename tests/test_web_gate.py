@@ -142,6 +142,9 @@ def test_a_token_opens_by_header_or_once_by_the_address():
     assert set(attributes) == {"Path=/", "HttpOnly", "SameSite=Strict"}
     assert TOKEN not in name_and_value
     assert client.get("/api/options", cookie=f"other=1; {name_and_value}").status == 200
+    # Cookies of other programs on the same host, in whatever form.
+    for foreign in ('a="b', "a=b=c", "{}", "=;;", 'x="\\', "a b=[1, 2]"):
+        assert client.get("/api/options", cookie=f"{foreign}; {name_and_value}").status == 200, foreign
     assert client.get("/api/options", cookie=name_and_value[:-1]).status == 401
     assert client.get("/api/options", cookie="sqrtdk_8000=\xff").status == 401
     # An address that still holds the token is cleaned, cookie or not.
@@ -152,7 +155,7 @@ def test_a_token_opens_by_header_or_once_by_the_address():
 def test_the_way_back_never_leads_elsewhere(path):
     location = gate(token=TOKEN).get(path, {"token": TOKEN}).header("location")
     assert location.startswith("/")
-    assert not location.startswith("//")
+    assert not location.startswith(("//", "/\\"))
     assert "\r" not in location
 
 

@@ -82,6 +82,9 @@ ENDLESS = "{'descr': '<f8', 'fortran_order': False, 'shape': (9999999999, 999999
 NEGATIVE = "{'descr': '<f8', 'fortran_order': False, 'shape': (-3, 4), }\n"
 NESTED = "{'descr': '<f8', 'fortran_order': False, 'shape': " + "(" * 900 + ")" * 900 + ", }\n"
 CODE = "{'descr': __import__('os').abort(), 'fortran_order': False, 'shape': (3, 4), }\n"
+OPEN = "{'descr': '<f8', 'fortran_order': False, 'shape': (3, 4), '\n"
+TRUE = "{'descr': '<f8', 'fortran_order': False, 'shape': (True, 4), }\n"
+ZEROS = "{'descr': '<f8', 'fortran_order': False, 'shape': (" + "0" * 40 + "L, 4), \\\n"
 SUBARRAY = "{'descr': ('<f8', (1000, 1000)), 'fortran_order': False, 'shape': (3, 4), }\n"
 
 FAULTS = {
@@ -116,6 +119,9 @@ FAULTS = {
     "endless": (pack([("q.npy", header(ENDLESS)), ("k.npy", npy(K))]), "at most 8388608 numbers together"),
     "negative": (pack([("q.npy", header(NEGATIVE)), ("k.npy", npy(K))]), "q must have the shape"),
     "nested": (pack([("q.npy", header(NESTED)), ("k.npy", npy(K))]), "q must be an array in NumPy's format"),
+    "open": (pack([("q.npy", header(OPEN)), ("k.npy", npy(K))]), "q must be an array in NumPy's format"),
+    "true": (pack([("q.npy", header(TRUE)), ("k.npy", npy(K))]), "q must have the shape"),
+    "zeros": (pack([("q.npy", header(ZEROS)), ("k.npy", npy(K))]), "q must be an array in NumPy's format"),
     "code": (pack([("q.npy", header(CODE)), ("k.npy", npy(K))]), "q must be an array in NumPy's format"),
     "huge header": (pack([("q.npy", header(" " * 60000)), ("k.npy", npy(K))]), "q must be an array in NumPy's format"),
     "lying header": (pack([("q.npy", header("{}", 2, 2**32 - 1)), ("k.npy", npy(K))]), "q must be an array in NumPy"),

@@ -1,10 +1,12 @@
 """The server itself: it says where it is, refuses what it must, and ends when it is told to."""
 
+import contextlib
 import json
 import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from urllib.error import HTTPError
 
 import pytest
@@ -56,6 +58,38 @@ def test_the_pages_load_with_the_server_alone():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.slow
+def test_a_bad_chunk_after_the_answer_ends_the_connection_without_a_traceback():
+    head = b"GET /api/options HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nabcde\r\n"
+    with serving() as running:  # which checks that nothing was told on stderr
+        with socket.create_connection(("127.0.0.1", running.port), timeout=10) as connection:
+            connection.sendall(head)
+            assert connection.recv(100).startswith(b"HTTP/1.1 200")
+            connection.sendall(b"ZZZ\r\n")
+            with contextlib.suppress(ConnectionError):
+                while connection.recv(65536):
+                    pass
+        assert running.read("api/options")
+
+
+@pytest.mark.slow
+def test_large_answers_do_not_hold_up_a_small_one():
+    with serving() as running, ThreadPoolExecutor(12) as pool:
+        running.read("api/explore?n=16&d_k=4")
+        large = [pool.submit(running.read, f"api/explore?n=8192&d_k=1024&seed={seed}", 60.0) for seed in range(12)]
+        time.sleep(0.3)
+        waits = []
+        for seed in range(3):
+            began = time.monotonic()
+            running.read(f"api/explore?n=16&d_k=4&seed={seed}")
+            waits.append(time.monotonic() - began)
+        assert not all(answer.done() for answer in large), "the large ones must still be under way"
+        assert min(waits) < 2.0
+        for answer in large:
+            with contextlib.suppress(HTTPError):  # 503: the server is busy
+                answer.result()
 
 
 @pytest.mark.slow

@@ -5,16 +5,22 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from sqrtdk.errors import InvalidValueError
+from sqrtdk.records import read_bounded
 
 __all__ = ["find_checkpoint"]
 
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _DEEPEST = 2
 """How far below a package's own directory a model is looked for."""
+_LONGEST_CONFIG = 16 * 2**20
+_COUNTED, _MEASURED = ("layer", "expert", "block", "depth"), ("size", "dim", "length", "width", "capacity", "token")
+"""Parts of the names that count modules in a configuration, and of names that do not though they have such a part."""
+_MOST_MODULES = 10_000
 
 
 def find_checkpoint(name: str) -> Path:
@@ -84,11 +90,13 @@ def _require_model(path: Path) -> None:
             f"MODEL must be a directory with config.json and safetensors, got none in {str(path)!r}"
         )
     try:
-        content = json.loads(config.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InvalidValueError(f"config.json in {str(path)!r} must be JSON, got {error}") from None
+        content = json.loads(read_bounded(config, _LONGEST_CONFIG).decode())
+    except (OSError, ValueError, RecursionError) as error:
+        reason = "brackets in brackets without end" if isinstance(error, RecursionError) else str(error)
+        raise InvalidValueError(f"config.json in {str(path)!r} must be JSON, got {reason}") from None
     if not isinstance(content, dict) or not content.get("model_type"):
         raise InvalidValueError(f"config.json in {str(path)!r} must name a model_type, got none")
+    _require_buildable(content, path)
     if not any(path.glob("*.safetensors")):
         pickled = sorted(one.name for pattern in _PICKLED for one in path.glob(pattern))
         if pickled:
@@ -97,3 +105,26 @@ def _require_model(path: Path) -> None:
                 "it is read; where you trust it, load it in Python and save it with save_pretrained"
             )
         raise InvalidValueError(f"MODEL must have its weights as safetensors, got none in {str(path)!r}")
+
+
+def _require_buildable(config: Mapping[str, Any], path: Path) -> None:
+    """Refuse a configuration whose modules would take for ever to make, whatever the weights are."""
+    counts: dict[str, int] = {}
+    for name, value in _walk(config):
+        is_counted = any(part in name for part in _COUNTED) and not any(part in name for part in _MEASURED)
+        if is_counted and isinstance(value, int):
+            counts[name] = max(value, counts.get(name, 0))
+    largest = max(counts, key=lambda name: counts[name], default="")
+    if largest and counts[largest] > _MOST_MODULES:
+        raise InvalidValueError(
+            f"config.json in {str(path)!r} must ask for at most {_MOST_MODULES} layers or experts, got "
+            f"{largest} = {counts[largest]}"
+        )
+
+
+def _walk(content: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """The values of a configuration and of those inside of it, by name."""
+    if isinstance(content, dict) and depth < _DEEPEST:
+        for name, value in content.items():
+            yield str(name), value
+            yield from _walk(value, depth + 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 import warnings
 from typing import Annotated, Any
@@ -81,6 +82,10 @@ def _show_warnings_as_lines() -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; wrong input ends with one line on stderr and exit code 2."""
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the process ends
+    if sys.stdout is None:
+        fail("standard output must be open, got a closed one; give > /dev/null if nothing is wanted", 1)
     never_fail(sys.stdout, sys.stderr)
     _show_warnings_as_lines()
     try:

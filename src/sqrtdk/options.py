@@ -19,6 +19,7 @@ _ARGUMENTS = {
     "inits": "--init",
     "suites": "--suite",
     "ids": "the claims",
+    "count": "--threads",
 }
 _KINDS = {"scaling policy": "--scale", "task": "--task", "init": "--init", "suite": "--suite", "backend": "--backend"}
 
@@ -64,6 +65,8 @@ def name_options(message: str, options: Iterable[str]) -> str:
     'each of --d-k must be at least 1, got 0'
     >>> name_options("n·d_k must not exceed 8, got 9", ["--n", "--d-k"])
     '--n times --d-k must not exceed 8, got 9'
+    >>> name_options("config.json in 'a' must be JSON, got 3", ["--json"])
+    "config.json in 'a' must be JSON, got 3"
     >>> name_options("the model cannot read the text: sizes must match", ["--text"])
     'the model cannot read the text: sizes must match'
     >>> name_options("unknown task 'recal'; known: recall, text", [])
@@ -73,7 +76,8 @@ def name_options(message: str, options: Iterable[str]) -> str:
     # After a colon it is somebody else's message that is quoted.
     if must and ":" not in subject:
         named = {option.lstrip("-").replace("-", "_"): option for option in options} | _ARGUMENTS
-        subject = re.sub(r"(?<![-\w])[a-z_]+", lambda word: named.get(word[0], word[0]), subject)
+        # Not within a file's name, as the json of config.json.
+        subject = re.sub(r"(?<![-\w./])[a-z_]+(?![\w./])", lambda word: named.get(word[0], word[0]), subject)
         return subject.replace("·", " times ") + must + rest.replace("multiple of heads", "multiple of --heads")
     kind = re.match(r"unknown ([a-z ]+) '", message)
     option = _KINDS.get(kind[1]) if kind else None

@@ -52,6 +52,25 @@ def versions() -> dict[str, str]:
     return installed
 
 
+def read_bounded(path: Path, most: int) -> bytes:
+    """Read a file of at most `most` bytes; more, as a device that never ends has, are not read.
+
+    Raises:
+        OSError: it cannot be read.
+        InvalidValueError: it is longer.
+
+    >>> read_bounded(Path("/dev/zero"), 10)
+    Traceback (most recent call last):
+    ...
+    sqrtdk.errors.InvalidValueError: the file must have at most 10 bytes, got more in /dev/zero
+    """
+    with path.open("rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise InvalidValueError(f"the file must have at most {most} bytes, got more in {path}")
+    return content
+
+
 def cpu_name() -> str:
     """The processor's own name where the system tells it, else its architecture."""
     cpuinfo = Path("/proc/cpuinfo")

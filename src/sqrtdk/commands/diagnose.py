@@ -14,8 +14,11 @@ from sqrtdk.commands.flags import Json, Plot, examples
 from sqrtdk.commands.presenting import draw_figure, present, require_drawable, working
 from sqrtdk.errors import InvalidValueError, missing_extra
 from sqrtdk.options import naming
+from sqrtdk.records import read_bounded
 
 commands = typer.Typer()
+
+_LONGEST_TEXT = 16 * 2**20
 
 
 class FailOn(StrEnum):
@@ -135,6 +138,6 @@ def zoo(
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_bounded(path, _LONGEST_TEXT).decode()
+    except (OSError, ValueError) as error:
         raise InvalidValueError(f"--text must be a file with text in UTF-8, got {path} ({error})") from None

@@ -103,8 +103,9 @@ class Store:
         if read_only and self._path is not None:
             self._connection = self._stack.enter_context(reading(self._path))
             with in_words(self._path):
-                application, version, _ = identify(self._connection)
-            require_ours(application, version, self._path)
+                application, version, tables = identify(self._connection)
+            if application or tables:  # else it is just being made
+                require_ours(application, version, self._path)
         else:
             self._connection = connect(self._path)
             self._stack.callback(self._connection.close)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from sqrtdk.display import count
@@ -52,9 +53,12 @@ def load_model(path: Path) -> StoredModel:
         try:
             config = transformers.AutoConfig.from_pretrained(path, **_OFFLINE)
             kind = _choose_class(transformers, config)
+            _require_stored(kind, config, path)
             model, info = kind.from_pretrained(
                 path, config=config, use_safetensors=True, output_loading_info=True, **_OFFLINE
             )
+        except InvalidValueError:
+            raise
         except Exception as error:  # whatever is wrong with files that somebody else wrote
             raise InvalidValueError(f"MODEL could not be loaded from {str(path)!r}: {_first_words(error)}") from error
         tokenizer = _load_tokenizer(transformers, path)
@@ -81,6 +85,20 @@ def _choose_class(transformers: Any, config: Any) -> Any:
         if hasattr(transformers, name):
             return getattr(transformers, name)
     raise InvalidValueError(f"transformers {transformers.__version__} knows no model of type {config.model_type!r}")
+
+
+def _require_stored(kind: Any, config: Any, path: Path) -> None:
+    """Refuse a configuration that asks for far more numbers than the files hold, before memory is asked for."""
+    make = kind.from_config if hasattr(kind, "from_config") else kind._from_config
+    with torch.device("meta"):
+        asked = sum(parameter.numel() for parameter in make(config).parameters())
+    stored = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    # The smallest formats have one bit per number, and half of the tensors may be missing.
+    if asked > 16 * stored:
+        raise InvalidValueError(
+            f"config.json in {str(path)!r} must be that of its weights, got one for {asked:.3g} numbers beside "
+            f"{stored} bytes of safetensors"
+        )
 
 
 def _judge_loading(model: nn.Module, info: dict[str, Any], path: Path) -> list[str]:

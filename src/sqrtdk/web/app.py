@@ -42,6 +42,9 @@ __all__ = ["make_app"]
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _UPLOAD_SECONDS = 20.0
 _WAITING_SECONDS = 15.0
+# What takes some ten milliseconds, the usual setting of the page among it.
+_SMALL_PRODUCTS = QUERIES * 1024 * 64
+_SMALL_BYTES = 2**18
 
 
 def make_app(
@@ -82,8 +85,10 @@ class _Site:
 
     def __init__(self, store: Path | None, audit: Path | None) -> None:
         self._store, self._audit = store, audit
-        # One answer at a time has all the cores; the slow expectations never hold up the quick ones.
-        self._quick, self._slow, self._files = (_Worker(name) for name in ("explore", "expected", "files"))
+        # Large answers, slow expectations and files never hold up the small answers.
+        self._small, self._large, self._slow, self._files = (
+            _Worker(name) for name in ("small", "large", "expected", "files")
+        )
 
     async def options(self, request: Request) -> Response:
         _read_query(request, ())
@@ -93,12 +98,15 @@ class _Site:
         asked = Experiment.read(_read_query(request))
         if asked.source == "file":
             raise InvalidValueError("source must be random or scores without a file; an .npz is the body of a POST")
-        return await self._compute(request, self._quick, partial(_explore, asked))
+        products = QUERIES * asked.n * asked.d_k
+        worker = self._small if products <= _SMALL_PRODUCTS else self._large
+        return await self._compute(request, worker, partial(_explore, asked))
 
     async def explore_file(self, request: Request) -> Response:
         asked = Experiment.read({**_read_query(request), "source": "file"})
         content = await _read_body(request)
-        return await self._compute(request, self._quick, partial(_explore_file, asked, content))
+        worker = self._small if len(content) <= _SMALL_BYTES else self._large
+        return await self._compute(request, worker, partial(_explore_file, asked, content))
 
     async def expected(self, request: Request) -> Response:
         asked = Experiment.read(_read_query(request))

@@ -11,6 +11,7 @@ from sqrtdk import theory
 from sqrtdk.audits import Audit, read_shipped
 from sqrtdk.audits.reading import name_scale
 from sqrtdk.errors import InvalidValueError, SqrtdkError
+from sqrtdk.records import read_bounded
 
 _MOST_BYTES = 64 * 2**20
 _SHIPPED = "minilm"
@@ -27,9 +28,7 @@ def read_audit(path: Path | None) -> Audit:
     if path is None:
         return read_shipped(_SHIPPED)
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise InvalidValueError(f"audit must be a file of at most {_MOST_BYTES} bytes, got {path}")
-        return Audit.from_json(json.loads(path.read_text(encoding="utf-8")))
+        return Audit.from_json(json.loads(read_bounded(path, _MOST_BYTES).decode()))
     except SqrtdkError as error:
         raise InvalidValueError(f"audit must be what `sqrtdk audit --json` prints, got {path} ({error})") from None
     except (OSError, ValueError, AttributeError, TypeError, KeyError, RecursionError) as error:

@@ -8,7 +8,6 @@ import ipaddress
 import json
 import re
 import socket
-from http.cookies import CookieError, SimpleCookie
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, urlencode
 
@@ -144,14 +143,13 @@ class Gate:
         return True
 
     def _is_known(self, scope: Scope, headers: _Headers) -> bool:
-        given = headers.only("authorization") or ""
-        if given.startswith("Bearer ") and self._is_token(given.removeprefix("Bearer ")):
+        bearer = headers.only("authorization") or ""
+        if bearer.startswith("Bearer ") and self._is_token(bearer.removeprefix("Bearer ")):
             return not any(name == "token" for name, _ in _read_query(scope))
-        try:
-            cookie = SimpleCookie(headers.only("cookie") or "").get(_cookie_name(scope))
-        except CookieError:
-            return False
-        if cookie is None or not hmac.compare_digest(cookie.value.encode(), self._seal().encode()):
+        # Cookies of other programs on this machine come along, in whatever form: only ours is looked for.
+        cookies = [part.strip().partition("=") for part in (headers.only("cookie") or "").split(";")]
+        given = [value for name, _, value in cookies if name == _cookie_name(scope)]
+        if not any(hmac.compare_digest(value.encode(), self._seal().encode()) for value in given):
             return False
         return not any(name == "token" for name, _ in _read_query(scope))
 
@@ -163,9 +161,9 @@ class Gate:
             await _answer(send, 401, "this server asks for its token: open the address with ?token=… that it printed")
             return
         rest = urlencode([(name, value) for name, value in query if name != "token"])
-        # A path of two slashes would lead to another host.
+        # A path of two slashes would lead to another host, and browsers take a backslash for a slash.
         target = "/" + scope["path"].lstrip("/") + (f"?{rest}" if rest else "")
-        if not re.fullmatch(r"[\x21-\x7e]+", target):
+        if "\\" in target or not re.fullmatch(r"[\x21-\x7e]+", target):
             target = "/"
         cookie = f"{_cookie_name(scope)}={self._seal()}; Path=/; HttpOnly; SameSite=Strict"
         await _answer(send, 303, "", {"location": target, "set-cookie": cookie})

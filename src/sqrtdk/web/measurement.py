@@ -1,4 +1,4 @@
-"""The answer of the Explore page: what attention does with the vectors, beside what theory predicts."""
+"""Answers of the Explore page: what attention does with the vectors, beside what theory predicts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from sqrtdk import scales, theory
 from sqrtdk.attention import attention, attention_gradients
-from sqrtdk.exercises.expectation import expect_rows
+from sqrtdk.exercises.gaussian_rows import state_crossing
 from sqrtdk.report.palette import policy_colour
 from sqrtdk.setting_names import name_policy
 from sqrtdk.statistics import AttentionStatistics
@@ -97,7 +97,11 @@ def measure(asked: Experiment, given: Vectors) -> dict[str, Any]:
         "chosen": chosen,
         "columns": columns,
         "law": _law_curve(n),
-        "crossover": {"begins": begins, "nearly_one_hot": nearly_one_hot},
+        "crossover": {
+            "begins": begins,
+            "nearly_one_hot": nearly_one_hot,
+            "concentrated_from": theory.concentration_crossing(n),
+        },
         "reading": _read(asked, columns, d_k, n),
         "python": write_python(asked, asked.scale("chosen", d_k, n)),
     }
@@ -217,20 +221,19 @@ def _law_curve(n: int) -> dict[str, Any]:
 def expect(asked: Experiment) -> dict[str, Any]:
     """The exact averages at this dₖ and n: the curve over ρ, and the scales' own for standard normal q and k.
 
-    It takes a second for a size that is new, so that the page asks for it apart.
+    They take a moment for a size that is new, so that the page asks for them apart.
     """
     d_k, n = asked.d_k, asked.n
-    rows = expect_rows(d_k, n)
     width = math.sqrt(2.0 * math.log(n))
-    grid = np.linspace(0.0, min(3.0, rows.largest_sigma / width), _CURVE_POINTS)
+    grid = np.linspace(0.0, 3.0, _CURVE_POINTS)
     columns = {}
     is_standard = asked.source == "random" and asked.distribution == "normal"
     if is_standard and not (asked.mean_q or asked.mean_k or asked.correlation):
         for name in columns_of(asked):
             scale = asked.scale(name, d_k, n)
-            # Normalised q and k are not Gaussian; beyond 1 lies what is not tabulated.
+            # Normalised q and k are not Gaussian; the average takes ever longer for larger logits.
             if not isinstance(scale, scales.Policy) and scale <= 1.0:
-                average = rows.at_scale(scale)
+                average = theory.expected_rows(scale, d_k, n)
                 columns[name] = {
                     "entropy_ratio": average.entropy_ratio,
                     "sum_p2": average.sum_p2,
@@ -240,7 +243,7 @@ def expect(asked: Experiment) -> dict[str, Any]:
         "d_k": d_k,
         "n": n,
         "rho": grid,
-        "entropy_ratio": [rows.at_sigma(float(rho) * width).entropy_ratio for rho in grid],
+        "entropy_ratio": [theory.expected_softmax(float(rho) * width, n).entropy_ratio for rho in grid],
         "columns": columns,
     }
 
@@ -258,7 +261,7 @@ def _read(asked: Experiment, columns: Mapping[str, Any], d_k: int, n: int) -> li
         ]
         sentences.append(f"The weights: {'; '.join(told)}.")
     else:
-        sentences.append(f"For unit-variance q and k, dₖ = {d_k} lies {_place(d_k, n)}.")
+        sentences.append(f"For standard normal q and k: {state_crossing(n, d_k)}")
     mean, median = (_ratio(values, quantity) for quantity in ("grad_q", "grad_q_median"))
     if len(columns["none"]["gradients"]) == 1 and math.isfinite(mean):
         sentences.append(f"Without scaling the gradient of the query is {_say(mean)} times that with 1/√dₖ.")
@@ -268,15 +271,6 @@ def _read(asked: Experiment, columns: Mapping[str, Any], d_k: int, n: int) -> li
             f"{_say(median)} times in the median."
         )
     return sentences
-
-
-def _place(d_k: int, n: int) -> str:
-    begins, nearly = theory.unscaled_crossover(n)
-    if d_k < begins:
-        return f"below 2 ln n = {begins:.1f}, where unscaled softmax begins to condense"
-    if d_k < nearly:
-        return f"between 2 ln n = {begins:.1f} and 8 ln n = {nearly:.1f}: unscaled softmax is condensing"
-    return f"past 8 ln n = {nearly:.1f}, where unscaled softmax is nearly one-hot"
 
 
 def _ratio(values: Mapping[str, Any], quantity: str) -> float:

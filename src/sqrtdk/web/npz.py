@@ -93,14 +93,14 @@ def _read_array(name: str, file: IO[bytes], most: int) -> Array:
             (2, 0): np.lib.format.read_array_header_2_0,
         }[version]
         shape, is_fortran, dtype = read_header(file, max_header_size=_LONGEST_HEADER)
-    except (ValueError, KeyError, TypeError, SyntaxError, RecursionError) as error:
-        reason = " ".join(str(error).split())[:120]
+    except Exception as error:  # NumPy parses the header as Python: whatever that raises on bytes that somebody chose
+        reason = " ".join(str(error).split())[:120] or type(error).__name__
         raise InvalidValueError(f"{name} must be an array in NumPy's format, got {reason}") from None
     if dtype.kind not in "fiu" or dtype.itemsize > 8:
         raise InvalidValueError(
             f"{name} must hold float16, float32, float64 or integers, got dtype {str(dtype)[:40]}; convert it first"
         )
-    if len(shape) != 2 or min(shape) < 1:
+    if len(shape) != 2 or any(isinstance(size, bool) or size < 1 for size in shape):
         raise InvalidValueError(
             f"{name} must have the shape [vectors, length] of one head, got {list(shape)[:8]}; pick one head"
         )

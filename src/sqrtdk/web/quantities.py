@@ -26,7 +26,7 @@ EXPLORED = (
         "saturation_index",
         "saturation index ρ",
         "ρ = σ_row/√(2 ln n)",
-        "σ within a row, measured against n keys: condensation begins at 1; from 2 on a row is nearly one-hot.",
+        "σ within a row, measured against n keys: weights concentrate past 1, on one or two keys from 2 on.",
     ),
     Quantity(
         "entropy_ratio", "entropy ratio", "H/ln n, H = −Σp ln p", "1: every key gets the same weight; 0: one gets all."

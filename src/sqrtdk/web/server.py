@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -132,6 +133,12 @@ class _PunctualProtocol(H11Protocol):
         if self._timer is not None:
             self._timer.cancel()
         super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        try:
+            super().send_400_response(msg)
+        except h11.LocalProtocolError:  # an answer is under way already: there is nothing left to say
+            self.transport.abort()
 
     def on_response_complete(self) -> None:
         self._answered += 1

@@ -53,7 +53,7 @@ async function look() {
       const latest = runs.length ? new Date(1000 * runs[0].finished).toLocaleTimeString() : "";
       const working = running.length ? ` In training: ${running.map((run) => `${groupOf(run)}, seed ${run.row.seed}, step ${run.step} of ${run.row.steps}`).join("; ")}.` : "";
       $("state").textContent = runs.length
-        ? `${reply.total} finished runs (${counts.join(", ")}), the latest at ${latest}. New ones appear by themselves.${working}`
+        ? `${reply.total} finished runs (${counts.join(", ")}), the latest at ${latest}. New ones appear by themselves.${working}${reply.damaged ? ` Left out: ${reply.damaged} damaged rows.` : ""}`
         : `The store has no finished run yet. New ones appear by themselves.${working}`;
       await refresh();
     }
