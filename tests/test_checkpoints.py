@@ -1,6 +1,7 @@
 """Finding a model's files: directories and packages, and a reason for everything that is no model."""
 
 import json
+import random
 import subprocess
 import sys
 
@@ -83,6 +84,28 @@ def test_an_adapter_is_no_whole_model(tmp_path):
 def test_what_is_neither_directory_nor_package_is_refused(name, message):
     with pytest.raises(SqrtdkError, match=message):
         find_checkpoint(name)
+
+
+VALUES = [10**9, -1, 0, 1e308, None, True, "x" * 1000, [], {}, [[[]]], {"num_layers": 10**30}, float("nan"), "../.."]
+
+
+def test_configurations_at_random_are_taken_or_refused_in_words(tmp_path):
+    """Values of every kind in every place, and single bytes changed: never anything but a SqrtdkError."""
+    rng = random.Random(0)
+    base = {"model_type": "bert", "num_hidden_layers": 2, "vision_config": {"depth": 3, "experts": [1]}, "dtype": None}
+    path = make_model(tmp_path / "model")
+    refused = 0
+    for _ in range(400):
+        config = {name: rng.choice(VALUES) if rng.random() < 0.3 else value for name, value in base.items()}
+        content = bytearray(json.dumps(config).encode())
+        if rng.random() < 0.5:
+            content[rng.randrange(len(content))] = rng.randrange(256)
+        (path / "config.json").write_bytes(content)
+        try:
+            find_checkpoint(str(path))
+        except SqrtdkError:
+            refused += 1
+    assert 50 < refused < 400
 
 
 def test_a_package_with_two_models_names_both(tmp_path, monkeypatch):
