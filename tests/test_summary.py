@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -10,8 +11,9 @@ from hypothesis import strategies as st
 
 from rows_of_noise import statistics_of_noise, take
 from sqrtdk import AttentionStatistics, HeadSummary, SqrtdkError, attention
+from sqrtdk.moments import find_bins
 from sqrtdk.statistics import ROW_FIELDS
-from sqrtdk.summary import BIN_EDGES, FARTHEST, SUMMARISED, Moments, find_bins
+from sqrtdk.summary import BIN_EDGES, FARTHEST, SUMMARISED, Moments, RowBlock, join_blocks, summarise
 
 
 def entries_of(rows, at):
@@ -253,3 +255,45 @@ def test_bins_are_those_of_a_search_among_the_edges():
     for values in (sizes, np.concatenate([sizes, -sizes, *near, odd])):
         np.testing.assert_array_equal(find_bins(values), np.searchsorted(BIN_EDGES, values, side="right"))
     assert find_bins(np.zeros((3, 0))).shape == (3, 0)
+
+
+def test_blocks_are_summarised_together_as_each_alone():
+    shapes = [(2, 7), (2, 7), (1, 300), (0, 5), (2, 7), (3, 1500)]  # small ones together, a large one by statistics
+    rows = [statistics_of_noise(seed, *shape) for seed, shape in enumerate(shapes)]
+    rows[1] = dataclasses.replace(rows[1], first_position=None)
+    together = summarise([RowBlock.of(one) for one in rows])
+    assert together == [HeadSummary.of(one) for one in rows]
+    assert summarise([]) == []
+
+
+def test_calls_that_are_joined_are_those_merged():
+    rows = [statistics_of_noise(seed, 2, queries) for seed, queries in enumerate([5, 1, 1, 5, 1])]
+    rows = [dataclasses.replace(one, first_position=at) for at, one in enumerate(rows)]
+    joined = join_blocks([RowBlock.of(one) for one in rows])
+    assert [block.counts.shape for block in joined] == [(2, 4, 3, 5), (2, 6, 3, 1)]
+    merged = [HeadSummary.of(rows[0]).merge(HeadSummary.of(rows[3]))]
+    merged.append(HeadSummary.of(rows[1]).merge(HeadSummary.of(rows[2])).merge(HeadSummary.of(rows[4])))
+    for one, other in zip(summarise(joined), merged, strict=True):
+        assert_is_summary_of_all(one, other)
+
+
+def test_padding_is_in_no_number_and_not_among_the_rows_left_out():
+    present = np.arange(9) < np.array([[9], [4], [0]])
+    rows = statistics_of_noise(3, 3, 9)
+    parts = [HeadSummary.of(take(entries_of(rows, [at]), range(n))) for at, n in ((0, 9), (1, 4))]
+    whole = parts[0].merge(dataclasses.replace(parts[1], rows_in_all=parts[1].rows_seen))
+    (summary,) = summarise([RowBlock.of(rows, present)])
+    assert_is_summary_of_all(summary, whole)
+    assert summary.rows_seen.tolist() == [13] * 3
+    sampled = RowBlock.of(take(rows, [0, 3, 6]), present[:, [0, 3, 6]])
+    assert sampled.rows_in_all == 9 + 6  # of the second sequence 2 of 3 rows are there: 6 of its 9
+
+
+def test_a_summary_takes_space_for_the_bins_that_are_filled():
+    q = np.random.default_rng(0).standard_normal((1, 16, 32, 8))
+    summary = HeadSummary.of(attention(q, q, q).statistics)
+    assert summary["entropy"].histogram.shape == (16, 1923)
+    assert len(pickle.dumps(summary)) < 150_000  # all bins of 15 statistics would be 3.7 MB
+    for _ in range(40):
+        summary = summary.merge(summary)
+        assert len(pickle.dumps(summary)) < 150_000

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from sqrtdk.display import Shown, Table, count, shade_sharpness
 from sqrtdk.errors import InvalidTypeError, InvalidValueError, unknown_name
-from sqrtdk.statistics import AttentionStatistics, same_bits
+from sqrtdk.moments import BIN_EDGES, Moments
+from sqrtdk.statistics import ROW_FIELDS, AttentionStatistics, same_bits
 
 __all__ = ["BIN_EDGES", "FARTHEST", "SUMMARISED", "HeadSummary", "MaxKeys", "Moments"]
 
@@ -35,130 +38,6 @@ SUMMARISED = (
     "visible_keys",
 )
 """The row statistics a `HeadSummary` follows."""
-
-# Bin edges for quantiles: symmetric, linear to 1e-3 around zero and logarithmic beyond, so that entropy ratios
-# (0 to 1), logits (±100) and variances (to 1e9) share one histogram with 3% relative resolution.
-_PER_DECADE = 80
-_DECADES = np.geomspace(1e-3, 1e9, 12 * _PER_DECADE + 1)
-BIN_EDGES = np.concatenate([-_DECADES[::-1], _DECADES])
-_LAST = len(_DECADES) - 1
-
-
-def find_bins(values: Array) -> Array:
-    """How many edges are at most each value: `np.searchsorted(BIN_EDGES, values, side="right")`, four times as fast.
-
-    Found by a logarithm, which may miss by one bin, and a comparison with the edges there.
-
-    >>> find_bins(np.array([-2.0, 0.0, 1e-3, 1.0])).tolist()
-    [696, 961, 962, 1202]
-    """
-    size = np.abs(values)
-    # int32 and rounding to zero are the fast ones; the least size is at the first edge, so nothing is negative.
-    guess: Array = ((np.log10(np.clip(size, 1e-3, 1e9)) + 3.0) * _PER_DECADE).astype(np.int32)
-    np.minimum(guess, _LAST, out=guess)
-    beyond = _DECADES.take(np.minimum(guess + 1, _LAST))
-    below = guess - (_DECADES.take(guess) > size) + ((beyond <= size) & (guess < _LAST)) + 1  # edges that are not above
-    is_negative = values < 0
-    if not is_negative.any():
-        return np.asarray(below + len(_DECADES))
-    on_edge = (below > 0) & (_DECADES.take(np.maximum(below - 1, 0)) == size)
-    return np.asarray(np.where(is_negative, len(_DECADES) - below + on_edge, below + len(_DECADES)))
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Moments(Shown):
-    """Count, mean, sum of squared deviations, least, largest and histogram of one statistic, one entry per head `[H]`.
-
-    Rows whose value is NaN or infinite are not in it; `left_out` counts them. Without rows the mean is NaN, the least
-    +inf and the largest −inf.
-    """
-
-    count: Array
-    left_out: Array
-    mean: Array
-    m2: Array
-    least: Array
-    largest: Array
-    histogram: Array
-
-    @staticmethod
-    def of(values_HN: Array) -> Moments:
-        """Summarise values `[H, N]`, one row per head."""
-        finite = np.isfinite(values_HN)
-        count = finite.sum(axis=1)
-        some = np.maximum(count, 1)
-        kept = np.where(finite, values_HN, 0.0).astype(np.float64)
-        mean = np.where(count > 0, kept.sum(axis=1) / some, np.nan)
-        deviation = np.where(finite, kept - mean[:, None], 0.0)
-        bins = find_bins(kept)
-        histogram = (
-            np.stack(
-                [np.bincount(row[use], minlength=len(BIN_EDGES) + 1) for row, use in zip(bins, finite, strict=True)]
-            )
-            if len(values_HN)
-            else np.zeros((0, len(BIN_EDGES) + 1), dtype=np.int64)
-        )
-        return Moments(
-            count=count,
-            left_out=values_HN.shape[1] - count,
-            mean=mean,
-            m2=(deviation * deviation).sum(axis=1),
-            least=np.where(finite, values_HN, np.inf).min(axis=1, initial=np.inf),
-            largest=np.where(finite, values_HN, -np.inf).max(axis=1, initial=-np.inf),
-            histogram=histogram,
-        )
-
-    def merge(self, other: Moments) -> Moments:
-        """The moments of both sets of rows together (Chan, Golub, LeVeque 1979)."""
-        count = self.count + other.count
-        some = np.maximum(count, 1)
-        own_mean = np.where(self.count > 0, self.mean, 0.0)
-        other_mean = np.where(other.count > 0, other.mean, 0.0)
-        apart = other_mean - own_mean
-        return Moments(
-            count=count,
-            left_out=self.left_out + other.left_out,
-            mean=np.where(count > 0, (self.count * own_mean + other.count * other_mean) / some, np.nan),
-            m2=self.m2 + other.m2 + apart * apart * (self.count * (other.count / some)),
-            least=np.minimum(self.least, other.least),
-            largest=np.maximum(self.largest, other.largest),
-            histogram=self.histogram + other.histogram,
-        )
-
-    @property
-    def variance(self) -> Array:
-        """Population variance per head; NaN without rows."""
-        return np.where(self.count > 0, self.m2 / np.maximum(self.count, 1), np.nan)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Moments):
-            return NotImplemented
-        return all(same_bits(getattr(self, item.name), getattr(other, item.name)) for item in fields(self))
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def _table(self) -> Table:
-        columns = [self.mean, np.sqrt(self.variance), self.least, self.largest]
-        rows = [
-            (str(head), str(seen), str(left_out), *(f"{number[head]:.3g}" if seen else "-" for number in columns))
-            for head, (seen, left_out) in enumerate(zip(self.count, self.left_out, strict=True))
-        ]
-        names = ("head", "rows", "left out", "mean", "deviation", "least", "largest")
-        return Table(f"Moments of {count(len(rows), 'head')}", names, rows)
-
-    def quantile(self, probability: float) -> Array:
-        """A quantile per head from the histogram, to 3% of a value up to 1e9 (1e-3 near zero); NaN without rows."""
-        if not 0.0 <= probability <= 1.0:
-            raise InvalidValueError(f"probability must lie in [0, 1], got {probability}")
-        upper = np.append(BIN_EDGES, np.inf)
-        lower = np.insert(BIN_EDGES, 0, -np.inf)
-        cumulative = self.histogram.cumsum(axis=1)
-        bins = (cumulative >= np.maximum(np.ceil(probability * self.count), 1)[:, None]).argmax(axis=1)
-        some = self.count > 0
-        low = np.where(some, np.maximum(lower[bins], self.least), np.nan)
-        high = np.where(some, np.minimum(upper[bins], self.largest), np.nan)
-        return np.asarray(low + 0.5 * (high - low))
-
 
 FARTHEST = 64
 """Offsets up to this far from a query's own position are counted one by one."""
@@ -188,23 +67,6 @@ class MaxKeys(Shown):
     offsets: Array
     share_sum: Array
     sequences: Array
-
-    @staticmethod
-    def of(statistics: AttentionStatistics) -> MaxKeys:
-        """Look at row statistics `[..., H, L]` (or `[L]`, one head) of NumPy arrays."""
-        key = _by_head(statistics.max_key)
-        counted = _by_head((statistics.max_key >= 0) & np.isfinite(statistics.entropy))
-        heads = len(key)
-        bins = 2 * FARTHEST + 3
-        offsets = np.zeros((heads, bins), np.int64)
-        if statistics.positions is not None:
-            apart = np.clip(key - statistics.positions, -FARTHEST - 1, FARTHEST + 1) + FARTHEST + 1
-            by_head = np.arange(heads)[:, None, None] * bins + apart
-            offsets = np.bincount(by_head[counted], minlength=heads * bins).reshape(heads, bins)
-        rows = counted.sum(axis=-1)
-        several = rows > 1
-        share = np.where(several, _count_commonest(np.where(counted, key, -1)) / np.maximum(rows, 1), 0.0)
-        return MaxKeys(offsets, share.sum(axis=1), several.sum(axis=1))
 
     def merge(self, other: MaxKeys) -> MaxKeys:
         """Both sets of sequences together: counts exactly, shares to about 1e-12."""
@@ -291,7 +153,7 @@ class HeadSummary(Shown):
        3          0.875             0.363            9.39           2.74
     """
 
-    moments: dict[str, Moments]
+    by_statistic: Moments
     rows_seen: Array
     rows_in_all: Array
     max_keys: MaxKeys
@@ -301,28 +163,20 @@ class HeadSummary(Shown):
         """Summarise row statistics `[..., H, L]` (or `[L]`, one head) over batch and rows; tensors go to the host."""
         if not isinstance(statistics, AttentionStatistics):
             raise InvalidTypeError(f"statistics must be AttentionStatistics, got {type(statistics).__name__}")
-        statistics = statistics.numpy()
-        heads = statistics.shape[-2] if len(statistics.shape) > 1 else 1
-        queries = statistics.shape[-1]
-        batch = math.prod(statistics.shape[:-2])
-        in_all = queries if statistics.sample is None else statistics.sample.rows
-        nothing = statistics.visible_keys == 0
-        moments = {}
-        for name in SUMMARISED:
-            values = np.asarray(getattr(statistics, name))
-            if name != "visible_keys":
-                values = np.where(nothing, np.nan, values)
-            moments[name] = Moments.of(_by_head(values).reshape(heads, batch * queries))
-        return HeadSummary(
-            moments, np.full(heads, batch * queries), np.full(heads, batch * in_all), MaxKeys.of(statistics)
-        )
+        (summary,) = summarise([RowBlock.of(statistics)])
+        return summary
+
+    @property
+    def moments(self) -> dict[str, Moments]:
+        """The moments of every row statistic by its name."""
+        return {name: self.by_statistic[at] for at, name in enumerate(SUMMARISED)}
 
     def merge(self, other: HeadSummary) -> HeadSummary:
         """The summary of both sets of rows together; counts exactly, floats to about 1e-12."""
         if self.heads != other.heads:
             raise InvalidValueError(f"other must have {self.heads} heads, got {other.heads}")
         return HeadSummary(
-            moments={name: own.merge(other.moments[name]) for name, own in self.moments.items()},
+            by_statistic=self.by_statistic.merge(other.by_statistic),
             rows_seen=self.rows_seen + other.rows_seen,
             rows_in_all=self.rows_in_all + other.rows_in_all,
             max_keys=self.max_keys.merge(other.max_keys),
@@ -347,9 +201,9 @@ class HeadSummary(Shown):
         ]
 
     def __getitem__(self, name: str) -> Moments:
-        if name not in self.moments:
-            raise unknown_name("row statistic", name, list(self.moments))
-        return self.moments[name]
+        if name not in SUMMARISED:
+            raise unknown_name("row statistic", name, list(SUMMARISED))
+        return self.by_statistic[SUMMARISED.index(name)]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, HeadSummary):
@@ -357,7 +211,7 @@ class HeadSummary(Shown):
         rows = ((self.rows_seen, other.rows_seen), (self.rows_in_all, other.rows_in_all))
         return (
             all(same_bits(one, two) for one, two in rows)
-            and self.moments == other.moments
+            and self.by_statistic == other.by_statistic
             and self.max_keys == other.max_keys
         )
 
@@ -374,12 +228,164 @@ class HeadSummary(Shown):
         return Table(title, ("head", *_SHOWN, "largest logit"), rows, shades={1: shades})
 
 
-def _by_head(values: Array) -> Array:
-    """`[..., H, L]` or `[L]` as `[H, N, L]`, N batch entries."""
-    heads, queries = (values.shape[-2] if values.ndim > 1 else 1), values.shape[-1]
-    batch = math.prod(values.shape[:-2])
-    return np.moveaxis(values.reshape(batch, heads, queries), 1, 0)
-
-
 # What the printed table shows the mean of.
 _SHOWN = ("entropy_ratio", "saturation_index", "effective_keys")
+# The same numbers where there is neither a soft cap nor an additive mask.
+_TWINS = {"score_max": "max_logit", "score_variance": "logit_variance"}
+# Rows that are summarised together: their numbers stay in the cache.
+_AT_ONCE = 1 << 13
+
+
+class RowBlock(NamedTuple):
+    """Rows of several sequences with one number of queries, and which of them count.
+
+    `counts` `[2, B, H, L]` and `measures` `[11, B, H, L]` are those of `AttentionStatistics.from_blocks`. `positions`
+    `[B, L]` are those of the queries among the keys; None where they are not known. `present` `[B, L]` is False for
+    padding. `rows_in_all` counts rows per head, with those that were not looked at.
+    """
+
+    counts: Array
+    measures: Array
+    positions: Array | None
+    present: Array
+    rows_in_all: int
+
+    @staticmethod
+    def of(statistics: AttentionStatistics, present: Array | None = None) -> RowBlock:
+        """The rows of a call `[..., H, L]` (or `[L]`, one head); `present` `[B, L]` tells padding from tokens."""
+        statistics = statistics.numpy()
+        blocks = statistics.__dict__.get("_blocks")
+        if blocks is None:
+            arrays = [np.asarray(getattr(statistics, name)) for name in ROW_FIELDS]
+            blocks = np.stack(arrays[:2]), np.stack(arrays[2:])
+        shape = statistics.shape
+        batch, (heads, queries) = math.prod(shape[:-2]), (1, *shape)[-2:]
+        counts, measures = (block.reshape(len(block), batch, heads, queries) for block in blocks)
+        positions = statistics.positions
+        if positions is not None:
+            positions = np.broadcast_to(positions, (batch, queries))
+        present = np.broadcast_to(np.True_, (batch, queries)) if present is None else present
+        in_all = present.sum(axis=1)
+        if statistics.sample is not None and queries:
+            # As many of the rows that were not looked at are padding.
+            expected = np.round(statistics.sample.rows * in_all / queries).astype(np.int64)
+            in_all = np.where(in_all > 0, np.maximum(in_all, expected), 0)
+        return RowBlock(counts, measures, positions, present, int(in_all.sum()))
+
+    @property
+    def rows(self) -> int:
+        """Rows of all heads."""
+        return math.prod(self.counts.shape[1:])
+
+
+def join_blocks(blocks: Sequence[RowBlock]) -> list[RowBlock]:
+    """The sequences of all blocks, in one block for each number of heads and queries."""
+    alike: dict[Any, list[RowBlock]] = {}
+    for block in blocks:
+        alike.setdefault((block.counts.shape[2:], block.positions is None), []).append(block)
+    return [some[0] if len(some) == 1 else _join(some) for some in alike.values()]
+
+
+def _join(blocks: list[RowBlock]) -> RowBlock:
+    counts, measures = (np.concatenate([block[at] for block in blocks], axis=1) for at in (0, 1))
+    positions = [block.positions for block in blocks if block.positions is not None]
+    present = np.concatenate([block.present for block in blocks])
+    in_all = sum(block.rows_in_all for block in blocks)
+    return RowBlock(counts, measures, np.concatenate(positions) if positions else None, present, in_all)
+
+
+def summarise(blocks: Sequence[RowBlock]) -> list[HeadSummary]:
+    """A summary of each block; blocks of one shape are worked on together."""
+    alike: dict[Any, list[int]] = {}
+    for at, block in enumerate(blocks):
+        alike.setdefault((block.counts.shape, block.positions is None), []).append(at)
+    summaries: dict[int, HeadSummary] = {}
+    for places in alike.values():
+        step = max(_AT_ONCE // max(blocks[places[0]].rows, 1), 1)
+        for first in range(0, len(places), step):
+            some = places[first : first + step]
+            summaries.update(zip(some, _summarise_alike([blocks[at] for at in some]), strict=True))
+    return [summaries[at] for at in range(len(blocks))]
+
+
+class _Rows(AttentionStatistics):
+    """Row statistics that work out once what several of their numbers are made of."""
+
+    @cached_property
+    def _keys(self) -> Array:
+        return super()._keys
+
+    @cached_property
+    def _uniform_weight(self) -> Array:
+        return super()._uniform_weight
+
+    @cached_property
+    def max_weight(self) -> Array:
+        """The largest weight."""
+        return super().max_weight
+
+    @cached_property
+    def sum_p2(self) -> Array:
+        """Σp²."""
+        return super().sum_p2
+
+
+def _summarise_alike(blocks: list[RowBlock]) -> Iterator[HeadSummary]:
+    """Summaries of n blocks `[B, H, L]`."""
+    counts = _stack([block.counts for block in blocks], 1)  # [2, n, B, H, L]
+    rows = _Rows.from_blocks(counts, _stack([block.measures for block in blocks], 1))
+    present = _stack([block.present for block in blocks], 0)  # [n, B, L]
+    if rows.visible_keys.size <= _AT_ONCE:
+        whole = _measure(rows, present, SUMMARISED)
+        moments = [whole[at] for at in range(len(blocks))]
+    else:  # one block, by one statistic after another: what is worked on stays in the cache
+        parts: dict[str, Moments] = {}
+        for name in SUMMARISED:
+            twin = _TWINS.get(name)
+            is_same = twin is not None and np.array_equal(getattr(rows, name), getattr(rows, twin))
+            parts[name] = parts[twin] if twin is not None and is_same else _measure(rows, present, (name,))[0]
+        moments = [Moments.join(list(parts.values()))]
+    positions = [block.positions for block in blocks if block.positions is not None]
+    keys = _find_max_keys(rows, present, _stack(positions, 0) if positions else None)
+    for at, (block, own) in enumerate(zip(blocks, moments, strict=True)):
+        heads = block.counts.shape[2]
+        rows_seen, rows_in_all = (np.full(heads, number) for number in (block.present.sum(), block.rows_in_all))
+        yield HeadSummary(own, rows_seen, rows_in_all, MaxKeys(*(array[at] for array in keys)))
+
+
+def _measure(rows: AttentionStatistics, present: Array, names: Sequence[str]) -> Moments:
+    """The moments `[n, S, H]` of some statistics of rows `[n, B, H, L]`."""
+    number, batch, heads, queries = rows.shape
+    values: Array = np.empty((number, len(names), heads, batch, queries))
+    hidden = np.swapaxes(rows.visible_keys == 0, 1, 2)
+    has_hidden, has_padding = bool(hidden.any()), not present.all()
+    for at, name in enumerate(names):
+        values[:, at] = np.swapaxes(getattr(rows, name), 1, 2)
+        if has_hidden and name != "visible_keys":
+            np.copyto(values[:, at], np.nan, where=hidden)
+        if has_padding:
+            np.copyto(values[:, at], np.nan, where=~present[:, None])
+    values = values.reshape(number, len(names), heads, batch * queries)
+    return Moments.of(values, present.sum(axis=(1, 2))[:, None, None])
+
+
+def _stack(arrays: list[Array], axis: int) -> Array:
+    """`np.stack`, without copying a single array."""
+    return np.expand_dims(arrays[0], axis) if len(arrays) == 1 else np.stack(arrays, axis)
+
+
+def _find_max_keys(rows: AttentionStatistics, present: Array, positions: Array | None) -> tuple[Array, Array, Array]:
+    """The fields of `MaxKeys` for each of n blocks: offsets `[n, H, 131]`, sums of shares and sequences `[n, H]`."""
+    number, _, heads, _ = rows.shape
+    key = np.swapaxes(rows.max_key, 1, 2)  # [n, H, B, L]
+    counted = np.swapaxes((rows.max_key >= 0) & np.isfinite(rows.entropy), 1, 2) & present[:, None]
+    bins = 2 * FARTHEST + 3
+    offsets = np.zeros((number, heads, bins), np.int64)
+    if positions is not None:
+        apart = np.clip(key - positions[:, None], -FARTHEST - 1, FARTHEST + 1) + FARTHEST + 1
+        by_head = np.arange(number * heads).reshape(number, heads, 1, 1) * bins + apart
+        offsets = np.bincount(by_head[counted], minlength=offsets.size).reshape(offsets.shape)
+    times = counted.sum(axis=-1)
+    several = times > 1
+    share = np.where(several, _count_commonest(np.where(counted, key, -1)) / np.maximum(times, 1), 0.0)
+    return offsets, share.sum(axis=2), several.sum(axis=2)

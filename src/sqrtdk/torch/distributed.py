@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from sqrtdk.errors import InvalidTypeError, InvalidValueError
-from sqrtdk.summary import Array, HeadSummary, MaxKeys, Moments
+from sqrtdk.moments import BINS, Array, Histogram, Moments
+from sqrtdk.summary import HeadSummary, MaxKeys
 
 
 def all_reduce(summary: HeadSummary, group: dist.ProcessGroup | None = None) -> HeadSummary:
@@ -34,19 +36,10 @@ def all_reduce(summary: HeadSummary, group: dist.ProcessGroup | None = None) -> 
         raise InvalidValueError(f"every rank must bring a summary of as many heads, got {heads.tolist()} by rank")
     integers = _sum(_pack_integers(summary), device, group)
     floats = _gather(_pack_floats(summary), device, group)
-    rows_seen, rows_in_all, sequences, offsets, *counted = np.split(integers, _columns(summary), axis=1)
-    moments = {
-        name: _merge(floats[:, 5 * at : 5 * at + 5], count, left_out, histogram)
-        for at, (name, count, left_out, histogram) in enumerate(
-            zip(summary.moments, counted[0::3], counted[1::3], counted[2::3], strict=True)
-        )
-    }
-    return HeadSummary(
-        moments,
-        rows_seen=rows_seen[:, 0],
-        rows_in_all=rows_in_all[:, 0],
-        max_keys=MaxKeys(offsets, reduce(np.add, floats[:, -1]), sequences[:, 0]),
-    )
+    rows_seen, rows_in_all, sequences, offsets, left_out, histograms = np.split(integers, _columns(summary), axis=1)
+    keys = MaxKeys(offsets, reduce(np.add, floats[:, -1]), sequences[:, 0])
+    moments = _merge(floats[:, :-1], left_out.T, histograms)
+    return HeadSummary(moments, rows_seen[:, 0], rows_in_all[:, 0], keys)
 
 
 def same_layers(layers: Iterable[str], group: dist.ProcessGroup | None = None) -> list[str]:
@@ -101,41 +94,34 @@ def _columns(summary: HeadSummary) -> Array:
 
 
 def _integers(summary: HeadSummary) -> list[Array]:
-    """Rows seen, rows in all, sequences, offsets, then for every statistic its count, rows left out and histogram."""
-    keys = summary.max_keys
-    parts = [summary.rows_seen[:, None], summary.rows_in_all[:, None], keys.sequences[:, None], keys.offsets]
-    for own in summary.moments.values():
-        parts += [own.count[:, None], own.left_out[:, None], own.histogram]
-    return parts
+    """Rows seen, rows in all, sequences, offsets, then the rows left out and the histogram of every statistic."""
+    keys, moments = summary.max_keys, summary.by_statistic
+    histograms = np.concatenate(list(moments.histogram), axis=1)
+    columns = (summary.rows_seen, summary.rows_in_all, keys.sequences)
+    return [*(column[:, None] for column in columns), keys.offsets, moments.left_out.T, histograms]
 
 
 def _pack_floats(summary: HeadSummary) -> Array:
-    """`[C, H]`: of every statistic its count (exact in float64 to 2⁵³), mean, sum of squares, least and largest; then
-    the sum of the commonest keys' shares."""
-    moments = [(own.count, own.mean, own.m2, own.least, own.largest) for own in summary.moments.values()]
-    return np.array([*(number for own in moments for number in own), summary.max_keys.share_sum], dtype=np.float64)
+    """`[C, H]`: count (exact in float64 to 2⁵³), mean, sum of squares, least and largest of every statistic, in this
+    order; then the sum of the commonest keys' shares."""
+    own = summary.by_statistic
+    return np.concatenate([own.count, own.mean, own.m2, own.least, own.largest, summary.max_keys.share_sum[None]])
 
 
-def _merge(ranks_R5H: Array, count: Array, left_out: Array, histogram: Array) -> Moments:
+def _merge(ranks_RCH: Array, left_out_SH: Array, histograms: Array) -> Moments:
     """Merge the floats of the ranks in their order and set the integers, which have been summed already."""
-    heads = ranks_R5H.shape[-1]
-    nothing = np.zeros(heads, np.int64)
+    statistics, heads = left_out_SH.shape
+    nothing = np.zeros((statistics, heads), np.int64)
+    empty = Histogram.of_table(np.zeros((statistics * heads, BINS), np.int64))
     floats = reduce(
         Moments.merge,
         (
-            Moments(rows.astype(np.int64), nothing, mean, m2, least, largest, np.zeros((heads, 0), np.int64))
-            for rows, mean, m2, least, largest in ranks_R5H
+            Moments(count.astype(np.int64), nothing, mean, m2, least, largest, empty)
+            for count, mean, m2, least, largest in ranks_RCH.reshape(-1, 5, statistics, heads)
         ),
     )
-    return Moments(
-        count=count[:, 0],
-        left_out=left_out[:, 0],
-        mean=floats.mean,
-        m2=floats.m2,
-        least=floats.least,
-        largest=floats.largest,
-        histogram=histogram,
-    )
+    histogram = np.swapaxes(histograms.reshape(heads, statistics, BINS), 0, 1)
+    return replace(floats, left_out=left_out_SH, filled_bins=Histogram.of_table(histogram))
 
 
 def _sum(values: Array, device: torch.device, group: dist.ProcessGroup | None) -> Array:
