@@ -141,7 +141,7 @@ def make_bench() -> Record:
 MAKERS: dict[str, Callable[[], Record]] = {
     "claims": make_claims,
     "condensation": lambda: exercises.condensation(d_ks=(1, 64), ns=(4, 16), budget=1024, seed=0),
-    "variance": lambda: exercises.variance(d_ks=(4, 64), samples=500, seed=0),
+    "variance": lambda: exercises.variance(d_ks=(4, 64), samples=1000, seed=0),
     "saturation": lambda: exercises.saturation(points=21),
     "temperature": lambda: exercises.temperature(draws=8, queries=4, n=8, seed=0),
     "gradients": lambda: exercises.gradients(d_ks=(4, 16), ns=(4, 8), budget=1024, seed=0),

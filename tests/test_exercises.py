@@ -10,7 +10,8 @@ import pytest
 
 from sqrtdk import attention_gradients, exercises
 from sqrtdk.errors import InvalidTypeError, InvalidValueError, SqrtdkError
-from sqrtdk.exercises.gaussian_rows import draw_attention, estimate_mean, sample_rows
+from sqrtdk.exercises.estimates import estimate_mean, estimate_quantile, judge_jointly
+from sqrtdk.exercises.gaussian_rows import choose_effort, draw_attention, sample_rows
 from sqrtdk.exercises.variance import draw_dot_products, estimate_std
 
 ALL = (
@@ -47,26 +48,90 @@ def test_condensation_speaks_of_the_rows_that_explain_measures():
             assert values == (measured["measured"], measured["low"], measured["high"])
     (crossover,) = swept.tables["crossover"]
     assert crossover["half_from"] == 64
-    assert "Σp² is at least ½ from dₖ = 64 on" in swept.headline
+    assert crossover["concentrated_from"] == 16
+    assert "Σp² ≥ ½ on average from dₖ = 16 on" in swept.headline
 
 
-def test_condensation_that_is_never_reached_is_said_so():
-    record = exercises.condensation(d_ks=(1, 2), ns=(64,), budget=1024)
-    assert record.tables["crossover"][0]["half_from"] is None
-    assert "at no size measured" in record.headline
+def test_the_crossing_does_not_depend_on_the_sizes_measured():
+    """The measured sizes lie far beyond it, or none reaches it; two keys have no crossing."""
+    far, none, two = (
+        exercises.condensation(d_ks=d_ks, ns=(n,), budget=1) for d_ks, n in (((1, 256), 64), ((1, 2), 64), ((1, 4), 2))
+    )
+    assert [record.tables["crossover"][0]["half_from"] for record in (far, none, two)] == [256, None, 1]
+    assert "from dₖ = 21 on" in far.headline
+    assert "from dₖ = 21 on" in none.headline
+    assert two.headline.startswith("Two keys have Σp² ≥ ½ at every dₖ. At dₖ = 4 ")
 
 
 # Sampling
 
 
 def test_student_interval_against_mpmath():
-    values = np.random.default_rng(0).standard_normal(8)
+    half = np.random.default_rng(0).standard_normal(4)
+    values = np.concatenate([half, -half])  # no skewness: what is left is Student's t
     # P(|T| < t) = 0.95 for 7 degrees of freedom, from the incomplete beta function.
     quantile = mpmath.findroot(lambda t: mpmath.betainc(3.5, 0.5, 0, 7 / (7 + t * t), regularized=True) - 0.05, 2.3)
     half = float(quantile) * values.std(ddof=1) / math.sqrt(8)
     result = estimate_mean(values)
     assert result.high - result.value == pytest.approx(half, rel=1e-3)
     assert result.value - result.low == pytest.approx(half, rel=1e-3)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_interval_of_skewed_values_against_hall(sign):
+    """The end in the tail solves Hall's equation, with moments by mpmath; the other one is Student's."""
+    values = sign * np.random.default_rng(1).exponential(size=40)
+    with mpmath.workdps(30):
+        x = [mpmath.mpf(float(value)) for value in values]
+        mean = mpmath.fsum(x) / 40
+        second, third = (mpmath.fsum((value - mean) ** power for value in x) / 40 for power in (2, 3))
+        gamma, error = third / second**1.5, mpmath.sqrt(second / 39)
+        t = mpmath.findroot(lambda t: mpmath.betainc(19.5, 0.5, 0, 39 / (39 + t * t), regularized=True) - 0.05, 2)
+        a = gamma / (3 * mpmath.sqrt(40))
+        longer = mpmath.findroot(lambda y: y + a * y**2 + a**2 * y**3 / 3 + a / 2 + sign * t, -sign * t)
+    result = estimate_mean(values)
+    tail, other = (result.high, result.low) if sign > 0 else (result.low, result.high)
+    assert tail - result.value == pytest.approx(float(-longer * error), rel=1e-3)
+    assert result.value - other == pytest.approx(sign * float(t * error), rel=1e-3)
+    assert abs(longer) > 1.1 * t
+
+
+def test_quantile_interval_knows_that_rows_of_a_draw_hang_together():
+    """Rows that are equal within a draw count once: 64 draws of 16 equal rows give the interval of 64 rows."""
+    values = np.random.default_rng(0).standard_normal((64, 1))
+    alone, repeated = (estimate_quantile(rows, 0.3) for rows in (values, np.repeat(values, 16, axis=1)))
+    assert repeated.high - repeated.low == pytest.approx(alone.high - alone.low, rel=0.2)
+    many = estimate_quantile(np.random.default_rng(0).standard_normal((64, 16)), 0.3)
+    assert many.high - many.low < 0.5 * (repeated.high - repeated.low)
+
+
+def test_a_joint_distance_counts_equal_measurements_once():
+    """Nine copies of one measurement have its own probability; nine others have a larger one."""
+    rng = np.random.default_rng(0)
+    one = rng.standard_normal((64, 1))
+    one += 2.0 / 8.0 * one.std(ddof=1) - one.mean()  # two standard errors from 0: 5 % of measurements are that far off
+    alone, copied = (judge_jointly(np.repeat(one, copies, axis=1), np.zeros(copies)) for copies in (1, 9))
+    assert alone.standard_errors == pytest.approx(2.0, abs=0.1)
+    assert copied.standard_errors == alone.standard_errors
+    assert alone.probability == pytest.approx(0.05, abs=0.01)
+    assert copied.probability == pytest.approx(alone.probability, abs=0.01)
+    others = rng.standard_normal((64, 8))
+    spread = judge_jointly(np.hstack([one, others - others.mean(axis=0)]), np.zeros(9))
+    assert spread.probability == pytest.approx(1 - 0.95**9, abs=0.05)
+
+
+def test_measurements_without_spread_are_right_or_wrong():
+    assert judge_jointly(np.ones((8, 2)), [1.0, 1.0]) == (0.0, 1.0)
+    assert judge_jointly(np.ones((8, 2)), [1.0, 2.0]) == (math.inf, 0.0)
+
+
+@pytest.mark.parametrize(("d_k", "n"), [(1, 2), (4, 1024), (64, 16), (512, 1024), (4, 10**6), (4096, 65536)])
+@pytest.mark.parametrize("budget", [1, 2**19, 2**30])
+def test_effort_stays_within_its_bounds(d_k, n, budget):
+    draws, queries = choose_effort(d_k, n, budget)
+    assert 16 <= draws <= 256
+    assert 512 <= draws * queries <= 4096
+    assert draws * queries * n <= max(2**24, 512 * n)
 
 
 def test_sampled_rows_against_a_direct_computation():
@@ -110,8 +175,8 @@ def test_variance_intervals_cover_the_truth_as_often_as_they_say():
 
 
 def test_variance_of_one_size_does_not_depend_on_the_others():
-    alone = exercises.variance(d_ks=(64,), samples=200, seed=3)
-    among = exercises.variance(d_ks=(4, 64), samples=200, seed=3)
+    alone = exercises.variance(d_ks=(64,), samples=1000, seed=3)
+    among = exercises.variance(d_ks=(4, 64), samples=1000, seed=3)
     assert rows_of(alone, "variance", d_k=64) == rows_of(among, "variance", d_k=64)
 
 
@@ -307,7 +372,7 @@ def test_defaults_say_something(exercise):
 @pytest.mark.parametrize(
     "call",
     [
-        lambda seed: exercises.variance(d_ks=(8,), samples=100, seed=seed),
+        lambda seed: exercises.variance(d_ks=(8,), samples=1000, seed=seed),
         lambda seed: exercises.temperature(draws=8, queries=2, n=4, seed=seed),
         lambda seed: exercises.gradients(d_ks=(4,), ns=(4,), budget=1, seed=seed),
         lambda seed: exercises.explain(d_k=4, n=8, draws=8, queries=2, seed=seed),
@@ -325,7 +390,7 @@ def test_equal_seeds_give_equal_records_and_others_do_not(call):
         (lambda: exercises.variance(d_ks=()), "d_ks"),
         (lambda: exercises.variance(d_ks=(4, 0)), "d_ks"),
         (lambda: exercises.variance(d_ks=(4, 4)), "d_ks"),
-        (lambda: exercises.variance(samples=10), "samples"),
+        (lambda: exercises.variance(samples=999), "samples must be at least 1000"),
         (lambda: exercises.variance(seed=-1), "seed"),
         (lambda: exercises.saturation(largest=0.0), "largest"),
         (lambda: exercises.saturation(largest=math.nan), "largest"),

@@ -101,7 +101,7 @@ def test_soft_patterns_are_not_black():
 
 
 def test_variance_of_many_sizes_shows_some_distributions_and_says_so():
-    record = variance(d_ks=tuple(2**i for i in range(14)), samples=200)
+    record = variance(d_ks=tuple(2**i for i in range(14)), samples=1000)
     figure = figure_for(record)
     assert len(figure.panels[0].x.ticks) <= 10
     assert [len(panel.series) for panel in figure.panels[1:]] == [4, 4]

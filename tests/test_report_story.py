@@ -58,7 +58,7 @@ def test_a_variance_that_is_not_the_law_is_said_so():
 
 def test_below_condensation_the_answer_does_not_claim_it():
     record = condensation(d_ks=(1, 2), ns=(64,), budget=4096)
-    assert "at dₖ = 2 it is not yet, a query attends to" in answer({"condensation": record})[0]
+    assert "at dₖ = 2, which lies below that, a query attends to" in answer({"condensation": record})[0]
     assert figure_for(record).title.startswith("At dₖ = 2 and n = 64 scaling changes little")
 
 
@@ -113,13 +113,17 @@ def test_crossover_is_read_off_the_rows():
         )
 
 
-@pytest.mark.parametrize(
-    ("half_from", "ending"),
-    [(16, ": about 8 ln n"), (2, ", which 8 ln n does not tell"), (None, "not up to dₖ = 512 with 16 keys")],
-)
-def test_the_law_is_named_only_where_the_rows_bear_it_out(half_from, ending):
-    rows = [{"n": 16, "begins": 5.5, "nearly_one_hot": 22.2, "half_from": half_from}]
-    assert story_figures._state_crossover(rows, 512).endswith(ending)
+def test_the_exact_crossing_stands_before_the_limit():
+    record = condensation(d_ks=(1, 64), ns=(2, 16), budget=1)
+    title = story_figures.show_condensation(record).title
+    assert title.endswith("unscaled weight at every dₖ with 2 keys and from dₖ = 12 on with 16 keys (limit 22)")
+    assert "From dₖ = 12 on" in story_figures.show_effective_keys(record).caption
+    two = condensation(d_ks=(1, 64), ns=(2,), budget=1)
+    assert story_figures.show_effective_keys(two).caption.endswith("bars are 95% intervals over draws.")
+    assert answer({"condensation": two})[0].startswith("Without the division, at dₖ = 64, a query attends to 1")
+    for records in (record, two):
+        figures = (story_figures.show_condensation(records), story_figures.show_effective_keys(records))
+        assert "one-hot" not in " ".join(figure.title + figure.caption for figure in figures)
 
 
 def test_the_picture_shows_the_effective_keys_of_the_largest_n():

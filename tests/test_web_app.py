@@ -12,7 +12,6 @@ import pytest
 import sqrtdk
 from sqrtdk import theory
 from sqrtdk.audits import read_shipped
-from sqrtdk.exercises.expectation import expect_rows
 from sqrtdk.web import make_app
 from sqrtdk.web.experiment import POLICIES
 from sqrtdk.web.presets import PRESETS
@@ -125,15 +124,33 @@ def test_the_own_key_is_in_the_prediction_and_in_the_table(client):
 
 def test_the_exact_averages_are_those_of_the_expectation(client):
     answer = client.get("/api/expected", {"d_k": 4, "n": 16, "policy": "fixed"}).json
-    rows = expect_rows(4, 16)
     for name, factor in (("chosen", 0.1), ("none", 1.0), ("sqrt", 0.5), ("inverse", 0.25)):
-        exact = rows.at_scale(factor)
+        exact = theory.expected_rows(factor, 4, 16)
         assert answer["columns"][name]["entropy_ratio"] == pytest.approx(exact.entropy_ratio, rel=1e-12)
         assert answer["columns"][name]["jacobian_trace"] == pytest.approx(1.0 - exact.sum_p2, rel=1e-12)
     at = answer["rho"].index(1.0)
     exact = theory.expected_softmax(math.sqrt(2 * math.log(16)), 16)
     assert answer["entropy_ratio"][at] == pytest.approx(exact.entropy_ratio, abs=1e-5)
     assert client.get("/api/expected", {"d_k": 4, "n": 16, "mean_q": 1}).json["columns"] == {}
+
+
+@pytest.mark.parametrize(
+    ("d_k", "n", "sentence"),
+    [
+        (
+            16,
+            16,
+            "from dₖ = 12 on: one or two keys hold most of the weight. The many-key limit (n → ∞) is 8 ln n = 22.2.",
+        ),
+        (8, 16, "dₖ = 8 lies below dₖ = 12."),
+        (64, 2, "Two keys have Σp² ≥ ½ at every dₖ."),
+    ],
+)
+def test_the_exact_crossing_and_its_limit_are_said(client, d_k, n, sentence):
+    answer = client.get("/api/explore", {"d_k": d_k, "n": n}).json
+    assert sentence in answer["reading"][1]
+    assert answer["crossover"]["concentrated_from"] == theory.concentration_crossing(n)
+    assert "one-hot" not in " ".join(answer["reading"])
 
 
 def test_the_default_answer_is_quick(client):

@@ -9,6 +9,7 @@ import pytest
 
 import sqrtdk
 from browser import open_browser, open_page
+from sqrtdk import theory
 from sqrtdk.audits import read_shipped
 from sqrtdk.lab.spec import RunSpec
 from sqrtdk.lab.store import CURVES, RunRecord, Store
@@ -264,10 +265,8 @@ def test_old_answers_stay_behind_even_where_they_cannot_be_called_back(browser, 
 def test_predictions_are_those_of_theory(explore):
     change(explore, lambda: (explore.fill("#d_k", "4"), explore.fill("#n", "16")))
     explore.wait_for_selector('#numbers td[data-quantity="sum_p2"][data-predicted]', timeout=30000)
-    from sqrtdk.exercises.expectation import expect_rows
-
     shown = explore.get_attribute('td[data-scale="none"][data-quantity="sum_p2"]', "data-predicted")
-    assert float(shown) == pytest.approx(expect_rows(4, 16).at_scale(1.0).sum_p2, rel=1e-12)
+    assert float(shown) == pytest.approx(theory.expected_rows(1.0, 4, 16).sum_p2, rel=1e-12)
     sigma = explore.get_attribute('td[data-scale="none"][data-quantity="logit_std"]', "data-predicted")
     assert float(sigma) == pytest.approx(2.0, rel=1e-12)
 

@@ -1,4 +1,4 @@
-"""How many keys a query attends to as dₖ grows: without scaling, divided by √dₖ and by dₖ."""
+"""Effective keys of a query as dₖ grows: without scaling, divided by √dₖ and by dₖ."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sqrtdk import theory
-from sqrtdk.exercises.gaussian_rows import BUDGET, POLICIES, choose_effort, require_counts, sample_policies
+from sqrtdk.exercises.gaussian_rows import (
+    BUDGET,
+    POLICIES,
+    choose_effort,
+    require_counts,
+    sample_policies,
+    state_crossing,
+)
 from sqrtdk.records import Record
 
 _QUANTITIES = ("effective_keys", "sum_p2", "entropy_ratio", "max_weight")
@@ -19,10 +26,11 @@ def condensation(
     seed: int = 0,
     on_size: Callable[[str, float], None] | None = None,
 ) -> Record:
-    """Measure how attention condenses on a few keys as dₖ grows, for several numbers of keys n and the three policies.
+    """Measure how attention concentrates on a few keys as dₖ grows, for several n and the three policies.
 
-    Rows are those of `gradients` and `explain`: q and k have independent standard normal entries. For n → ∞ unscaled
-    rows begin to condense at dₖ = 2 ln n and have E Σp² = ½ at 8 ln n (`theory.unscaled_crossover`).
+    Rows are those of `gradients` and `explain`: q and k have independent standard normal entries. The first dₖ at which
+    unscaled rows have E Σp² ≥ ½ is solved for (`theory.concentration_crossing`); for n → ∞ they begin to concentrate at
+    2 ln n and have E Σp² = ½ at 8 ln n (`theory.unscaled_crossover`).
 
     Args:
         d_ks: the sizes dₖ.
@@ -34,7 +42,8 @@ def condensation(
     Returns:
         A record with the tables ``condensation`` (per dₖ, n and policy the means over rows of the effective keys 1/Σp²,
         of Σp², H/ln n and the largest weight, each with its 95% interval over draws) and ``crossover`` (per n: 2 ln n,
-        8 ln n, and the first measured dₖ at which unscaled rows have E Σp² ≥ ½, None if there is none).
+        8 ln n, the first dₖ at which unscaled rows have E Σp² ≥ ½, exact, and the first one of `d_ks` at which the
+        measured mean has, None if there is none).
 
     >>> rows = condensation(d_ks=(1, 64), ns=(16,), budget=1024).tables["condensation"]
     >>> [(row["d_k"], row["scale"]) for row in rows][-2:]
@@ -66,10 +75,16 @@ def condensation(
 
 
 def _find_crossover(rows: Sequence[Mapping[str, Any]], n: int) -> dict[str, Any]:
-    law = theory.unscaled_crossover(n)
+    limit = theory.unscaled_crossover(n)
     unscaled = [row for row in rows if row["n"] == n and row["scale"] == "none"]
     half = next((row["d_k"] for row in unscaled if row["sum_p2"] >= 0.5), None)
-    return {"n": n, "begins": law.begins, "nearly_one_hot": law.nearly_one_hot, "half_from": half}
+    return {
+        "n": n,
+        "begins": limit.begins,
+        "nearly_one_hot": limit.nearly_one_hot,
+        "concentrated_from": theory.concentration_crossing(n),
+        "half_from": half,
+    }
 
 
 def _read(rows: Sequence[Mapping[str, Any]], crossover: Sequence[Mapping[str, Any]], seed: int) -> list[str]:
@@ -77,10 +92,8 @@ def _read(rows: Sequence[Mapping[str, Any]], crossover: Sequence[Mapping[str, An
     for at in crossover:
         largest = max(row["d_k"] for row in rows if row["n"] == at["n"])
         keys = {row["scale"]: row["effective_keys"] for row in rows if (row["n"], row["d_k"]) == (at["n"], largest)}
-        half = "at no size measured" if at["half_from"] is None else f"from dₖ = {at['half_from']} on"
         sentences.append(
-            f"n = {at['n']}: unscaled rows begin to condense at dₖ = 2 ln n = {at['begins']:.1f}; Σp² is at least ½ "
-            f"{half} (8 ln n = {at['nearly_one_hot']:.1f}). At dₖ = {largest} a query attends to "
+            f"{state_crossing(at['n'])} At dₖ = {largest} a query attends to "
             f"{_name_keys(keys['none'])} keys without scaling, {_name_keys(keys['sqrt'])} with 1/√dₖ and "
             f"{_name_keys(keys['inverse'])} with 1/dₖ (effective keys)."
         )

@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 
 from sqrtdk import scales, theory
-from sqrtdk.exercises.gaussian_rows import POLICIES, Z_95, Array, Estimate, require_count, require_counts, require_size
+from sqrtdk.exercises.estimates import Array, Estimate, estimate_mean
+from sqrtdk.exercises.gaussian_rows import POLICIES, require_count, require_counts, require_size
 from sqrtdk.records import Record
 
 _BLOCK = 2**20
+_FEWEST_SAMPLES = 1000  # with 100 the interval held the truth in 88 of 100 seeds at dₖ = 1
 
 
 def variance(d_ks: Sequence[int] = (4, 64, 512), samples: int = 20_000, seed: int = 0) -> Record:
@@ -25,17 +27,17 @@ def variance(d_ks: Sequence[int] = (4, 64, 512), samples: int = 20_000, seed: in
 
     Returns:
         A record with the table ``variance``: one row per dₖ and policy with the predicted and the measured standard
-        deviation and its 95% interval (from the sample's own fourth moment, as q·k is not Gaussian at small dₖ).
+        deviation and its 95% interval (from the sample's own moments, as q·k is not Gaussian at small dₖ).
 
     Raises:
-        InvalidValueError: a size below 1 or beyond memory, fewer than 100 samples, a negative seed.
+        InvalidValueError: a size below 1 or beyond memory, fewer than 1000 samples, a negative seed.
 
     >>> row = variance(d_ks=(64,), samples=1000).tables["variance"][0]
     >>> row["predicted"], row["low"] < 8 < row["high"]
     (8.0, True)
     """
     require_counts("d_ks", d_ks, 1)
-    require_count("samples", samples, 100)
+    require_count("samples", samples, _FEWEST_SAMPLES)
     require_count("seed", seed, 0)
     require_size("d_k", max(d_ks))
     require_size("samples", samples)
@@ -73,17 +75,12 @@ def variance(d_ks: Sequence[int] = (4, 64, 512), samples: int = 20_000, seed: in
 
 
 def estimate_std(values: Array) -> Estimate:
-    """The standard deviation with its 95% interval: ln s has standard error √((kurtosis − 1)/4n) (delta method).
+    """Return the standard deviation with its 95% interval: the root of that of the mean squared deviation.
 
-    >>> estimate_std(np.array([-1.0, 1.0] * 50))         # ±1 has kurtosis 1: its variance is known exactly
+    >>> estimate_std(np.array([-1.0, 1.0] * 50))         # every squared deviation of ±1 is 1
     Estimate(value=1.0, low=1.0, high=1.0)
     """
-    deviation = values - values.mean()
-    second = float(np.mean(deviation**2))
-    kurtosis = float(np.mean(deviation**4)) / second**2
-    error = math.sqrt(max(kurtosis - 1.0, 0.0) / (4.0 * values.size))
-    std = math.sqrt(second)
-    return Estimate(std, std * math.exp(-Z_95 * error), std * math.exp(Z_95 * error))
+    return Estimate(*(math.sqrt(max(end, 0.0)) for end in estimate_mean((values - values.mean()) ** 2)))
 
 
 def draw_dot_products(d_k: int, samples: int, seed: int) -> Array:

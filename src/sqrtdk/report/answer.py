@@ -57,10 +57,16 @@ def _tell_softmax(record: Record) -> str:
     d_k, n = choose_size(record)
     cells = cells_of(record)
     none, sqrt = (cells[d_k, n, policy]["effective_keys"] for policy in ("none", "sqrt"))
-    condensed = cells[d_k, n, "none"]["sum_p2"] >= 0.5
-    law = "Without the division softmax condenses on few keys from dₖ = 2 ln n on and is nearly one-hot from 8 ln n on"
+    crossing = next(row for row in record.tables["crossover"] if row["n"] == n)
     beside = f"a query attends to {name_keys(none)} of {n} keys, with 1/√dₖ to {name_keys(sqrt)}"
-    return f"{law}: at dₖ = {d_k} {'' if condensed else 'it is not yet, '}{beside}."
+    if n == 2:
+        return f"Without the division, at dₖ = {d_k}, {beside}."
+    first = crossing["concentrated_from"]
+    return (
+        f"Without the division one or two of {n} keys hold most of the weight from dₖ = {first} on (in the many-key "
+        f"limit from 8 ln n = {crossing['nearly_one_hot']:.1f} on): at dₖ = {d_k}, which lies "
+        f"{'below' if d_k < first else 'past' if d_k > first else 'at'} that, {beside}."
+    )
 
 
 def _tell_gradients(record: Record) -> str:

@@ -192,19 +192,20 @@ def _show_condensation_map(record: Record) -> Panel:
     lowest, highest = 0.6, max(4.0 * here["d_k"], 4.0 * max(plane["nearly_one_hot"]), 1024.0)
     middle = len(x) // 2
     return Panel(
-        "Unscaled attention: where it condenses",
+        "Unscaled attention: where it concentrates",
         Axis("keys n", log=True),
         Axis("dₖ", log=True, low=lowest, high=highest),
         (
             Line(x, floats(plane["begins"]), NEUTRAL, dash="dash"),
-            Line(x, floats(plane["nearly_one_hot"]), NEUTRAL),
+            Line(x, floats(plane["nearly_one_hot"]), NEUTRAL, dash="dash"),
+            Line(floats(plane["exact_n"]), floats(plane["concentrated_from"]), NEUTRAL, "Σp² = ½, exact"),
             Points((float(here["n"]),), (float(here["d_k"]),), policy_colour("none"), symbol="diamond", size=10),
         ),
         notes=(
-            Note(x[1], math.sqrt(plane["nearly_one_hot"][middle // 2] * highest), "nearly one-hot", "right"),
+            Note(x[1], math.sqrt(plane["nearly_one_hot"][middle // 2] * highest), "one or two keys", "right"),
             Note(x[middle], math.sqrt(plane["begins"][middle] * lowest), "spread", "right"),
-            Note(x[3], plane["begins"][3] * 0.72, "2 ln n", "below"),
-            Note(x[3], plane["nearly_one_hot"][3] * 1.4, "8 ln n", "above"),
+            Note(x[3], plane["begins"][3] * 0.72, "2 ln n (n → ∞)", "below"),
+            Note(x[3], plane["nearly_one_hot"][3] * 1.4, "8 ln n (n → ∞)", "above"),
             Note(float(here["n"]), float(here["d_k"]), f"dₖ {here['d_k']}, n {here['n']}", "above"),
         ),
     )

@@ -133,8 +133,9 @@ def _tell_saturation(material: Material) -> Chapter:
     return Chapter(
         "Softmax exponentiates: a lead of a few units of score is enough for one key to take nearly all of the weight. "
         "How far apart scores are grows as √dₖ; how many keys compete grows with n. Both together decide, as "
-        "ρ = σ/√(2 ln n): weights begin to condense on few keys at ρ = 1, for unscaled scores dₖ = 2 ln n, and are "
-        "nearly one-hot from ρ = 2 on, dₖ = 8 ln n. After division by √dₖ it is σ = 1 at every dₖ.",
+        "ρ = σ/√(2 ln n). In the many-key limit (n → ∞) weights begin to concentrate on few keys at ρ = 1, for "
+        "unscaled scores dₖ = 2 ln n, and one or two keys hold most of the weight from ρ = 2 on, dₖ = 8 ln n; with "
+        "fewer keys that comes earlier. After division by √dₖ it is σ = 1 at every dₖ.",
         exhibits,
         more,
     )

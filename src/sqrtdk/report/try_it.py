@@ -50,7 +50,7 @@ QUANTITIES: dict[str, tuple[str, str]] = {
     "own_weight": ("weight of the query's own key", "the one that the correlation makes similar to it"),
     "entropy_ratio": ("entropy ratio H/ln n", "1: all keys alike, 0: one key takes all"),
     "effective_keys": ("effective keys 1/Σp²", "about how many keys the query attends to"),
-    "saturation_index": ("saturation index ρ", "σ/√(2 ln n): from 1 on weights condense, from 2 on nearly one-hot"),
+    "saturation_index": ("saturation index ρ", "σ/√(2 ln n): past 1 weights concentrate, from 2 on one or two keys"),
     "jacobian_trace": ("softmax slope 1 − Σp²", "trace of the Jacobian: 0 where softmax is saturated"),
     "jacobian_norm": ("Jacobian norm ‖J‖", "how far weights answer to logits"),
     "gradient": ("gradient ‖∂output/∂q‖", "of an output with one standard normal value per key"),
