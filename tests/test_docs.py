@@ -16,7 +16,7 @@ import typer
 from sqrtdk import scales
 from sqrtdk.audit_terminal import print_audit
 from sqrtdk.audits import read_shipped
-from sqrtdk.claims import list_claims
+from sqrtdk.claims import check_claims, list_claims
 from sqrtdk.cli import GROUPS, app
 from sqrtdk.exercises import gradients
 from sqrtdk.families import UNUSUAL_COLUMNS, is_usual, list_unusual, load_zoo
@@ -228,6 +228,22 @@ def test_the_experiments_have_the_gradients_that_the_exercise_measures():
     assert (share, int(rows)) == (f"{100 * cell['top_share']:.0f}", cell["rows"])
 
 
+@pytest.mark.slow
+def test_the_experiments_have_the_numbers_of_the_claims():
+    rows = check_claims(["soft.onehot", "soft.small", "soft.unstable", "grad.most"]).tables["claims"]
+    numbers = {row["id"]: row["numbers"] for row in rows}
+    found = find(EXPERIMENTS, r"E Σp² ≥ ½ from dₖ = (\d+) for n = 16, from dₖ = (\d+) for n = 1024")
+    assert list(map(int, found)) == list(numbers["soft.onehot"]["half_from"].values())
+    found = find(EXPERIMENTS, r"doubles the effective keys from dₖ = (\d+) for n = 16, from dₖ = (\d+) for n = 1024")
+    assert list(map(int, found)) == list(numbers["soft.small"]["matters_from"].values())
+    found = find(EXPERIMENTS, r"seed 0: (\S+) %; (\S+) % with 1/√dₖ, (\S+) % with no scaling")
+    errors = numbers["soft.unstable"]["errors"]["bfloat16,4096"]
+    assert list(found) == [f"{100 * errors[name]['of_signal']:.1f}" for name in ("inverse", "sqrt", "none")]
+    found = find(EXPERIMENTS, r"(\d+) % to (\d+) % have less than .*; of the queries (\d+) % to (\d+) % have")
+    shares = [[one[name] for one in numbers["grad.most"].values()] for name in ("elements", "queries")]
+    assert list(found) == [f"{100 * end(values):.0f}" for values in shares for end in (min, max)]
+
+
 def test_the_page_of_the_zoo_has_the_table_of_its_record():
     page = (ROOT / "docs" / "zoo.md").read_text(encoding="utf-8")
     record = load_zoo()
@@ -237,13 +253,15 @@ def test_the_page_of_the_zoo_has_the_table_of_its_record():
 
 def test_the_pages_count_what_there_is():
     claims = list_claims()
-    count, training = find(EXPERIMENTS, r"# (\d+) claims of the texts.*\((\w+) train models")
+    count, training = find(EXPERIMENTS, r"# (\d+) claims of the sources.*\((\w+) train models")
     assert int(count) == len(claims)
-    assert training == {4: "four"}[sum(claim.trains for claim in claims)]
-    using, families = find(EXPERIMENTS, r"(\d+) of (\d+) families of transformers do")
+    assert training == {4: "four", 5: "five", 6: "six"}[sum(claim.trains for claim in claims)]
+    using, families = find(
+        EXPERIMENTS, r"(\d+) of (\d+) families of the transformers library do \(families, not models"
+    )
     rows = [row for row in load_zoo().tables["families"] if row["measured"] is not None]
     assert (int(using), int(families)) == (sum(map(is_usual, rows)), len(rows))
-    assert find(README, r"The scale that (\d+) families use") == (families,)
+    assert find(README, r"The scale that (\d+) families of the transformers library use") == (families,)
     assert find(README, r"Here (\d+) statistics of every row") == (str(len(ROW_STATISTICS)),)
 
 

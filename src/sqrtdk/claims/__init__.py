@@ -1,21 +1,23 @@
-"""The claims of the four texts as executable checks; each calls the layer that owns its subject."""
+"""Claims of the four sources as executable checks; each calls the layer that owns its subject."""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from typing import get_args
 
-# Importing a module enters its claims; the order is the order of the texts.
+# Importing a module enters its claims.
 from sqrtdk.claims import (  # noqa: F401
     gradient_claims,
     learning_claims,
     operation_claims,
     policy_claims,
+    published_claims,
     softmax_claims,
     variance_claims,
 )
-from sqrtdk.claims.claim import CLAIMS, SOURCES, Claim, Finding
+from sqrtdk.claims.claim import CLAIMS, SOURCES, Claim, Finding, Verdict
 from sqrtdk.claims.evidence import Evidence
 from sqrtdk.display import count
 from sqrtdk.errors import InvalidValueError, MissingExtraError, missing_extra, unknown_name
@@ -34,10 +36,10 @@ _GROUPS = ("op", "var", "soft", "grad", "scale")
 
 
 def list_claims() -> list[Claim]:
-    """Every claim, grouped as in the texts: operation, variance, softmax, gradients, policies; training comes last.
+    """Every claim by subject: operation, variance, softmax, gradients, policies; in each, training comes last.
 
     >>> [claim.id for claim in list_claims()][:3]
-    ['op.formula', 'op.stable', 'op.always']
+    ['op.formula', 'op.code', 'op.stable']
     """
     return sorted(CLAIMS, key=lambda claim: (_GROUPS.index(claim.id.split(".")[0]), claim.trains))
 
@@ -75,15 +77,9 @@ def check_claims(
             on_claim(claim, index, len(chosen))
         finding = asdict(claim.check(evidence))
         rows.append({"id": claim.id, "source": claim.source, "claimed": claim.claimed, **finding})
-    counts = {verdict: sum(row["verdict"] == verdict for row in rows) for verdict in ("holds", "wrong", "depends")}
-    wrong = ", ".join(row["id"] for row in rows if row["verdict"] == "wrong")
-    depends = ", ".join(row["id"] for row in rows if row["verdict"] == "depends")
-    reading = [
-        _count_verdicts(counts),
-        *([f"Wrong: {wrong}."] if wrong else []),
-        *([f"Depends: {depends}."] if depends else []),
-        name_sources(),
-    ]
+    by_verdict = {name: [row["id"] for row in rows if row["verdict"] == name] for name in get_args(Verdict)}
+    named = [f"{name.capitalize()}: {', '.join(ids)}." for name, ids in by_verdict.items() if ids and name != "holds"]
+    reading = [_count_verdicts({name: len(ids) for name, ids in by_verdict.items()}), *named, name_sources()]
     spec = {
         "ids": [claim.id for claim in chosen],
         "seed": evidence.seed,
@@ -95,19 +91,20 @@ def check_claims(
 
 
 def name_sources() -> str:
-    """The four texts by title.
+    """The four sources by title.
 
-    >>> name_sources()[:15]
-    'The texts: S0 “'
+    >>> name_sources()[:17]
+    'The sources: S0 “'
     """
-    return f"The texts: {'; '.join(f'{name} {title}' for name, title in SOURCES.items())}."
+    return f"The sources: {'; '.join(f'{name} {title}' for name, title in SOURCES.items())}."
 
 
 def _count_verdicts(counts: Mapping[str, int]) -> str:
     words = {
         "holds": ("holds", "hold"),
         "wrong": ("is wrong", "are wrong"),
-        "depends": ("depends on conditions that the texts leave out", "depend on conditions that the texts leave out"),
+        "depends": tuple(f"{verb} on conditions that the sources leave out" for verb in ("depends", "depend")),
+        "undecided": ("is undecided", "are undecided"),
     }
     parts = [f"{times} {words[verdict][times != 1]}" for verdict, times in counts.items() if times]
     listed = ", ".join(parts[:-1]) + (" and " if len(parts) > 1 else "") + parts[-1]

@@ -1,4 +1,4 @@
-"""What a claim is, what checking it yields, and the list of all claims in the order of the texts."""
+"""Claim, finding and verdict; the list of all claims, and what their checks share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sqrtdk.claims.evidence import Evidence
-from sqrtdk.exercises.gaussian_rows import Estimate, estimate_mean
+from sqrtdk.exercises.estimates import Estimate, estimate_mean
 
 Verdict = Literal["holds", "wrong", "depends", "undecided"]
 
@@ -22,7 +22,7 @@ class Finding:
     Args:
         computed: the computed value in words, beside the claimed one.
         verdict: `holds`, `wrong`, `depends` (true under conditions that `why` names), or `undecided` (the evidence at
-            hand is too little: too few seeds or steps).
+            hand is too little: too few seeds or steps, or a count of papers that is not at hand).
         why: one sentence.
         numbers: the values behind it, for scripts.
     """
@@ -35,7 +35,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Claim:
-    """One sentence of the texts in our words, and the computation that decides it."""
+    """One sentence of the sources in our words, and the computation that decides it."""
 
     id: str
     source: str
@@ -52,7 +52,7 @@ SOURCES = {
     "S2": "“Why scale the Scaled Dot-Product Attention?” (pranay, 2025-03-11, a note on the softmax Jacobian)",
     "S3": "“Section 5.3: Scaled Attention: Why √d Matters” (a textbook section with code and exercises)",
 }
-"""The four texts by title; the source of a claim names one, several or all of them."""
+"""The four sources by title; the source of a claim names one, several or all of them."""
 
 
 def claim(
@@ -68,7 +68,7 @@ def claim(
 
 
 def agree(claimed: npt.ArrayLike, computed: npt.ArrayLike, *, decimals: int) -> bool:
-    """Whether computed values, rounded as the text rounds, are the claimed ones.
+    """Whether computed values, rounded as the source rounds, are the claimed ones.
 
     >>> agree([0.971, 0.018], [0.97121, 0.01779], decimals=3)
     True
@@ -92,17 +92,26 @@ def covers(estimate: Estimate, value: float) -> bool:
     return abs(estimate.value - value) <= estimate.high - estimate.low
 
 
-def state(estimate: Estimate, *, n: int, seed: int) -> str:
-    """Print an estimate with what its interval is, how many draws it rests on and their seed.
+def state(estimate: Estimate, *, samples: int, seed: int) -> str:
+    """Print an estimate with what its interval is, how many samples it rests on and their seed.
 
-    >>> state(Estimate(1.0, 0.9, 1.1), n=100, seed=0)
-    '1 [0.9, 1.1] (95%, n=100, seed 0)'
+    >>> state(Estimate(1.0, 0.9, 1.1), samples=100, seed=0)
+    '1 [0.9, 1.1] (95%, 100 samples, seed 0)'
     """
-    return f"{estimate.value:.4g} [{estimate.low:.4g}, {estimate.high:.4g}] (95%, n={n}, seed {seed})"
+    return f"{show_interval(estimate)} (95%, {samples} samples, seed {seed})"
+
+
+def show_interval(estimate: Estimate) -> str:
+    """Print an estimate and the ends of its interval.
+
+    >>> show_interval(Estimate(1.0, 0.9, 1.1))
+    '1 [0.9, 1.1]'
+    """
+    return f"{estimate.value:.4g} [{estimate.low:.4g}, {estimate.high:.4g}]"
 
 
 def row(values: npt.ArrayLike, decimals: int = 3) -> str:
-    """Print a few numbers as the texts do.
+    """Print a few numbers as the sources do.
 
     >>> row([0.5, 0.25])
     '[0.500, 0.250]'

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-import numpy as np
+from itertools import islice
+from typing import NamedTuple
 
-from sqrtdk import softmax, theory
-from sqrtdk.claims.claim import Finding, agree, claim, row
+import numpy as np
+import numpy.typing as npt
+
+from sqrtdk import attention, softmax, theory
+from sqrtdk.claims.claim import Finding, Verdict, agree, claim, row, show_interval
 from sqrtdk.claims.evidence import Evidence
 from sqrtdk.exercises import gradients
+from sqrtdk.exercises.estimates import Estimate, estimate_mean
+from sqrtdk.exercises.gaussian_rows import choose_effort, draw_attention, policy_factors, sample_policies
 
 
 @claim("grad.jacobian", "S2, S3", "∂sᵢ/∂xⱼ = sᵢ(δᵢⱼ − sⱼ): diagonal sᵢ(1−sᵢ), off-diagonal −sᵢsⱼ")
@@ -54,17 +60,105 @@ def _vanish(evidence: Evidence) -> Finding:
     narrow = [cells[512, 16, name] for name in ("none", "sqrt", "inverse")]
     lowest = "smallest" if wide[2] == min(wide) else "not the smallest"
     return Finding(
-        f"mean ‖∂q‖ for none/√dₖ/dₖ at dₖ 64, n 1024: {wide[0]:.3g} / {wide[1]:.2g} / {wide[2]:.2g}; at dₖ 512, n 16 "
-        f"median {' / '.join(format(c['grad_q_median'], '.2g') for c in narrow)}, 5th percentile "
-        f"{' / '.join(format(c['grad_q_p5'], '.1g') for c in narrow)} "
+        f"mean ‖∂q‖ with no scaling / 1/√dₖ / 1/dₖ at dₖ 64, n 1024: {wide[0]:.3g} / {wide[1]:.2g} / "
+        f"{wide[2]:.2g}; at dₖ 512, n 16 median {' / '.join(format(c['grad_q_median'], '.2g') for c in narrow)}, "
+        f"5th percentile {' / '.join(format(c['grad_q_p5'], '.1g') for c in narrow)} "
         f"({cells[64, 1024, 'none']['rows']} and {narrow[0]['rows']} rows, seed {evidence.seed})",
         "depends" if trace_falls and larger else ("holds" if trace_falls else "wrong"),
-        f"The diagonal (1 − Σp²) {'shrinks as they say' if trace_falls else 'does not always shrink'}, but the mean "
-        "gradient of q is larger without scaling in "
-        f"{len(larger)} of {len(sizes)} sizes and 1/dₖ has the {lowest}; "
+        f"The Jacobian trace 1 − Σp² {'shrinks as they say' if trace_falls else 'does not always shrink'}, but the "
+        f"mean gradient of q is larger without scaling in {len(larger)} of {len(sizes)} sizes and 1/dₖ has the "
+        f"{lowest}; "
         f"unscaled gradients become {'uneven' if uneven else 'not more uneven'}: at dₖ 512, n 16 a twentieth of the "
         f"rows holds {narrow[0]['top_share']:.0%} of their square, with 1/√dₖ {narrow[1]['top_share']:.0%}.",
         {f"{d},{n},{name}": {key: cell[key] for key in ("jacobian_trace_mean", "jacobian_norm_mean", "grad_q_mean",
                                                         "grad_q_median", "grad_q_p5", "top_share")}
          for (d, n, name), cell in cells.items()},
     )  # fmt: skip
+
+
+_SIZES = [(d, n) for d in (64, 512) for n in (16, 1024)]
+_DRAWS = 16
+
+
+def _measure_elements(d_k: int, n: int, seed: int) -> tuple[Estimate, Estimate]:
+    """Shares of logits and of rows whose gradients lie below a hundredth of the median with 1/√dₖ, with no scaling."""
+    effort = choose_effort(d_k, n)
+    none, sqrt, _ = policy_factors(d_k)
+    elements: dict[float, list[npt.NDArray[np.float64]]] = {none: [], sqrt: []}
+    for q, k, v, grad_output in islice(draw_attention(d_k=d_k, n=n, queries=effort.queries, seed=seed), _DRAWS):
+        grad_weights = grad_output @ v.T
+        for factor, collected in elements.items():
+            p = attention(q, k, v, scale=factor, weights=True).weights
+            assert p is not None
+            collected.append(np.abs(p * (grad_weights - (p * grad_weights).sum(axis=-1, keepdims=True))))
+    shares = (np.stack(elements[none]) < np.median(elements[sqrt]) / 100).mean(axis=(1, 2))
+    rows = sample_policies(d_k=d_k, n=n, **effort._asdict(), seed=seed)
+    dead = rows["none"].grad_q < np.median(rows["sqrt"].grad_q) / 100
+    return estimate_mean(shares), estimate_mean(dead.mean(axis=1))
+
+
+@claim("grad.most", "S1", "without scaling, gradients vanish for most elements")
+def _most(evidence: Evidence) -> Finding:
+    measured = {at: _measure_elements(*at, evidence.seed) for at in _SIZES}
+    most = [at for at, (elements, _) in measured.items() if elements.low > 0.5]
+    few = [at for at, (elements, _) in measured.items() if elements.high < 0.5]
+    verdict: Verdict = "depends"
+    if len(most) == len(_SIZES):
+        verdict = "holds"
+    elif len(few) == len(_SIZES):
+        verdict = "wrong"
+    dead = [rows.value for _, rows in measured.values()]
+    return Finding(
+        "share of logits whose gradient is below a hundredth of the median with 1/√dₖ: "
+        + ", ".join(f"dₖ {d}, n {n}: {show_interval(elements)}" for (d, n), (elements, _) in measured.items())
+        + f" (95% over {_DRAWS} samples of q, k, v, seed {evidence.seed}); of queries: "
+        + ", ".join(f"{share:.2f}" for share in dead),
+        verdict,
+        f"Gradients vanish for most logits in {len(most)} of {len(_SIZES)} sizes, as few keys hold the weight. The "
+        f"gradient of a query is a sum over all keys, and is that small in {min(dead):.0%} to {max(dead):.0%} of the "
+        "rows.",
+        {f"{d},{n}": {"elements": elements.value, "queries": rows.value}
+         for (d, n), (elements, rows) in measured.items()},
+    )  # fmt: skip
+
+
+class _Extremes(NamedTuple):
+    """Shares of rows whose gradient is far above, far below, or either, of what 1/√dₖ gives."""
+
+    large: Estimate
+    small: Estimate
+    either: Estimate
+
+
+@claim("grad.explode", "S1", "without scaling there are either exploding or vanishing gradients")
+def _explode(evidence: Evidence) -> Finding:
+    shares, sizes = {}, {}
+    for d, n in _SIZES:
+        rows = sample_policies(d_k=d, n=n, **choose_effort(d, n)._asdict(), seed=evidence.seed)
+        gradient, usual = rows["none"].grad_q, float(np.median(rows["sqrt"].grad_q))
+        large, small = gradient > 10 * usual, gradient < usual / 10
+        shares[d, n] = _Extremes(*(estimate_mean(one.mean(axis=1)) for one in (large, small, large | small)))
+        # The gradient at the output has dₖ standard normal entries, so that its length is about √dₖ.
+        sizes[d, n] = float(gradient.mean()) / d**0.5, float(np.sqrt((gradient**2).mean())) / d**0.5
+    limit = theory.unscaled_gradients(512, 16)
+    most = [at for at, share in shares.items() if share.either.low > 0.5]
+    both = [at for at, share in shares.items() if share.large.low > 0 and share.small.low > 0]
+    verdict: Verdict = "depends"
+    if len(most) == len(_SIZES):
+        verdict = "holds"
+    elif not both and not most:
+        verdict = "wrong"
+    return Finding(
+        "share of rows with ‖∂q‖ above ten times and below a tenth of the median with 1/√dₖ: "
+        + ", ".join(f"dₖ {d}, n {n}: {one.large.value:.2f} and {one.small.value:.2f}" for (d, n), one in shares.items())
+        + f" (seed {evidence.seed}); at n 16 the mean ‖∂q‖/‖∂o‖ is {sizes[64, 16][0]:.2f} at dₖ 64 and "
+        f"{sizes[512, 16][0]:.2f} at dₖ 512 (limit for large dₖ {limit.mean:.2f}), its root mean square "
+        f"{sizes[64, 16][1]:.1f} and {sizes[512, 16][1]:.1f} (limit {limit.root_mean_square:.1f} at dₖ 512)",
+        verdict,
+        f"Both at once in {len(both)} of {len(_SIZES)} sizes: some rows of one layer get far more and others far less "
+        f"than with 1/√dₖ. Rows of one or the other kind are more than half in {len(most)} of {len(_SIZES)} sizes.",
+        {
+            "shares": {f"{d},{n}": one._asdict() for (d, n), one in shares.items()},
+            "per_output_gradient": {f"{d},{n}": {"mean": mean, "rms": rms} for (d, n), (mean, rms) in sizes.items()},
+        },
+    )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from sqrtdk import attention, scaled_dot_product_attention, softmax
-from sqrtdk.claims.claim import Finding, claim
+from sqrtdk.claims.claim import Finding, claim, row
 from sqrtdk.claims.evidence import Evidence
 
 
@@ -34,6 +36,57 @@ def _formula(evidence: Evidence) -> Finding:
     )
 
 
+# The section's two samples in its obvious form, written anew: the first calls a softmax that the section defines only
+# later and under another name, the second uses NumPy without importing it.
+_SAMPLES = {
+    "attention": """
+import numpy as np
+
+def run(Q, K, V):
+    scores = Q @ K.T / np.sqrt(Q.shape[-1])
+    weights = softmax(scores)
+    return weights @ V, weights
+""",
+    "stable softmax": """
+def run(x):
+    e = np.exp(x - np.max(x, axis=-1, keepdims=True))
+    return e / np.sum(e, axis=-1, keepdims=True)
+""",
+}
+
+
+def _run_sample(name: str, *arguments: object, **names: object) -> Any:
+    """Run one of the samples in a namespace that holds the given names and Python's own."""
+    namespace: dict[str, Any] = dict(names)
+    exec(_SAMPLES[name], namespace)
+    return namespace["run"](*arguments)
+
+
+@claim("op.code", "S3", "both code samples compute what the section describes")
+def _code(evidence: Evidence) -> Finding:
+    q, k, v = np.random.default_rng(evidence.seed).standard_normal((3, 16, 64))
+    missing = {}
+    for name, arguments in {"attention": (q, k, v), "stable softmax": (q,)}.items():
+        try:
+            _run_sample(name, *arguments)
+        except NameError as error:
+            missing[name] = str(error.name)
+    expected = scaled_dot_product_attention(q, k, v)
+    as_meant = _run_sample("attention", q, k, v, softmax=softmax)
+    apart = max(float(np.abs(one - other).max()) for one, other in zip(as_meant, expected, strict=True))
+    apart = max(apart, float(np.abs(_run_sample("stable softmax", q, np=np) - softmax(q)).max()))
+    right = apart < 1e-12
+    printed = ", ".join(f"{name} raises NameError ({lacking} is not defined)" for name, lacking in missing.items())
+    return Finding(
+        f"as printed: {printed or 'both run'}; as meant: within {apart:.0e} of `scaled_dot_product_attention` and "
+        "`softmax`",
+        ("depends" if missing else "holds") if right else "wrong",
+        "The samples are written anew in their obvious form, without the names that the section leaves undefined. "
+        + (f"They run once {' and '.join(missing.values())} are defined." if missing else "They run as they are."),
+        {"missing": missing, "difference_as_meant": apart},
+    )
+
+
 @claim("op.stable", "S3", "softmax subtracts the row maximum first: no overflow for any finite score")
 def _stable(evidence: Evidence) -> Finding:
     finite = True
@@ -53,6 +106,30 @@ def _stable(evidence: Evidence) -> Finding:
     )
 
 
+@claim("op.same", "S3", "subtracting the maximum gives the same result")
+def _same(evidence: Evidence) -> Finding:
+    rng = np.random.default_rng(evidence.seed)
+    worst = 0.0
+    for size in (1.0, 10.0, 50.0):
+        x = size * rng.standard_normal((256, 32))
+        e = np.exp(x)  # about e^±250 at most: neither overflow nor underflow, so that both forms can be compared
+        plain = e / e.sum(axis=-1, keepdims=True)
+        worst = max(worst, float((np.abs(softmax(x) - plain) / plain).max()))
+    with np.errstate(over="ignore", invalid="ignore"):
+        e = np.exp(np.array([1000.0, 999.0]))
+        beyond = e / e.sum()
+    stable = softmax(np.array([1000.0, 999.0]))
+    # exp turns the rounding of an exponent of size x into a relative error of x·2⁻⁵³, here of a few hundred of them.
+    return Finding(
+        f"largest relative difference to exp(x)/Σexp(x) {worst:.0e} where that is finite; at [1000, 999] it is "
+        f"[{beyond[0]:g}, {beyond[1]:g}], with the subtraction {row(stable)}",
+        "holds" if worst < 1e-12 else "wrong",
+        "e^(x−m) = e^x·e^−m, and e^−m cancels: equal but for the rounding of float64, and finite where the plain form "
+        "is not.",
+        {"relative_difference": worst},
+    )
+
+
 @claim("op.always", "S3", "the division is negligible in cost, so always do it")
 def _always(evidence: Evidence) -> Finding:
     shares = {}
@@ -67,3 +144,36 @@ def _always(evidence: Evidence) -> Finding:
         "One multiplication per score stands against 4·dₖ for the two products, and none per score if q carries it.",
         {"shares": shares},
     )
+
+
+@claim("op.instability", "S3", "always scale: it prevents instability")
+def _instability(evidence: Evidence) -> Finding:
+    d_k, n, growth = 64, 1024, 3.0
+    rng = np.random.default_rng(evidence.seed)
+    q, k = rng.standard_normal((64, d_k)), rng.standard_normal((n, d_k))
+
+    def measure(size: float, scale: str) -> float:
+        statistics = attention(size * q, size * k, k, scale=scale).statistics
+        assert statistics is not None
+        return float(statistics.sum_p2.mean())
+
+    unscaled, start, grown = measure(1.0, "none"), measure(1.0, "sqrt"), measure(growth, "sqrt")
+    smaller = measure(d_k**-0.25, "none")
+    entry = np.float16(32.0)
+    with np.errstate(over="ignore"):
+        after = (entry * entry * np.float16(d_k)) / np.float16(d_k**0.5)
+        before = (entry / np.float16(d_k**0.5)) * entry * np.float16(d_k)
+    prevents = start < unscaled
+    always = grown < unscaled / 2 and bool(np.isfinite(after))
+    return Finding(
+        f"mean Σp² at dₖ {d_k}, n {n}: {unscaled:.2g} with no scaling, {start:.2g} with 1/√dₖ, {grown:.2g} with 1/√dₖ "
+        f"once q and k are {growth:g} times as long; float16 with entries of {entry:g}: q·k/√dₖ is {after:g}, "
+        f"(q/√dₖ)·k is {before:g}",
+        ("holds" if always else "depends") if prevents else "wrong",
+        f"1/√dₖ {'prevents' if prevents else 'does not prevent'} saturation at the start. Vectors that grow in "
+        f"training {'do not undo it' if grown < unscaled / 2 else 'undo it'}, and a product that is divided after it "
+        f"was rounded to float16 is {'finite' if np.isfinite(after) else 'infinite'}. With no scaling, q and k that "
+        f"start smaller by dₖ^−¼ each have Σp² {smaller:.2g}, too.",
+        {"sum_p2": {"none": unscaled, "sqrt": start, "sqrt_grown": grown, "none_smaller_weights": smaller},
+         "float16": {"divided_after": float(after) if np.isfinite(after) else None, "divided_before": float(before)}},
+    )  # fmt: skip

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from sqrtdk import attention, scaled_dot_product_attention, softmax, theory
-from sqrtdk.claims.claim import Finding, agree, claim, row
+from sqrtdk.claims.claim import Finding, Verdict, agree, claim, row
 from sqrtdk.claims.evidence import Evidence
-from sqrtdk.exercises.gaussian_rows import choose_effort, sample_policies
+from sqrtdk.exercises.gaussian_rows import choose_effort, name_importance, sample_policies
+from sqrtdk.setting_names import name_policy
 
 Array = npt.NDArray[np.float64]
 
@@ -35,6 +37,19 @@ def _exp(evidence: Evidence) -> Finding:
     )
 
 
+@claim("soft.powers", "S0", "e^0.5 1.649, e^1.25 3.490, e^1.5 4.482, e^1.75 5.755, e^12 162 755, e^14 1 202 604")
+def _powers(evidence: Evidence) -> Finding:
+    claimed = {0.5: 1.649, 1.25: 3.490, 1.5: 4.482, 1.75: 5.755, 12: 162_755.0, 14: 1_202_604.0}
+    off = [x for x, value in claimed.items() if not agree(value, math.exp(x), decimals=0 if x > 5 else 3)]
+    return Finding(
+        ", ".join(f"e^{x:g} = {math.exp(x):.{0 if x > 5 else 3}f}" for x in claimed),
+        "wrong" if off else "holds",
+        f"{len(claimed) - len(off)} of the {len(claimed)} are right to the digit"
+        + (f"; not e^{', e^'.join(f'{x:g}' for x in off)}." if off else "."),
+        {"exponentials": {str(x): math.exp(x) for x in claimed}},
+    )
+
+
 @claim("soft.50", "S0", "softmax[50, 10, 5] ≈ [1.0, 0.0, 0.0]")
 def _fifty(evidence: Evidence) -> Finding:
     computed, fits = _worked([1.0, 0.0, 0.0], [50, 10, 5], decimals=1)
@@ -55,6 +70,21 @@ def _five_small(evidence: Evidence) -> Finding:
         "holds" if fits and agree(152.780, total, decimals=3) else "wrong",
         "Computed digit by digit.",
         {"weights": computed.tolist(), "sum": total},
+    )
+
+
+@claim("soft.sum", "S0", "148.4 + 2.718 + 1.649 = 152.780")
+def _sum(evidence: Evidence) -> Finding:
+    shown, exact = 148.4 + 2.718 + 1.649, float(np.exp([5, 1, 0.5]).sum())
+    adds_up, is_right = (agree(152.780, total, decimals=3) for total in (shown, exact))
+    return Finding(
+        f"the terms as shown add up to {shown:.3f}, e^5 + e^1 + e^0.5 is {exact:.3f}",
+        "holds" if adds_up else ("depends" if is_right else "wrong"),
+        "The sum is that of the exponentials "
+        + ("as shown." if adds_up else "before rounding: e^5 is shown with one decimal, and 0.013 is lost.")
+        if adds_up or is_right
+        else "Neither the terms as shown nor the exponentials add up to it.",
+        {"shown": shown, "exact": exact},
     )
 
 
@@ -107,13 +137,25 @@ def _peak(evidence: Evidence) -> Finding:
     )
 
 
+@claim("soft.scores8", "S3", "scores [9.2, −3.1, 8.8, −5.4, 1.2] over 8: [1.15, −0.39, 1.10, −0.68, 0.15]")
+def _scores8(evidence: Evidence) -> Finding:
+    scaled = np.array([9.2, -3.1, 8.8, -5.4, 1.2]) / 8
+    fits = agree([1.15, -0.39, 1.10, -0.68, 0.15], scaled, decimals=2)
+    return Finding(
+        row(scaled, 4),
+        "holds" if fits else "wrong",
+        "Equal at the precision the source prints." if fits else "Not equal at the precision the source prints.",
+        {"scaled": scaled.tolist()},
+    )
+
+
 @claim("soft.five", "S3", "scores [9.2, −3.1, 8.8, −5.4, 1.2] give [0.599, 0, 0.401, 0, 0]")
 def _five(evidence: Evidence) -> Finding:
     computed, fits = _worked([0.599, 0.0, 0.401, 0.0, 0.0], [9.2, -3.1, 8.8, -5.4, 1.2])
     return Finding(
         row(computed),
         "holds" if fits else "wrong",
-        "Equal at the precision the text prints."
+        "Equal at the precision the source prints."
         if fits
         else f"Largest difference {np.abs(computed - [0.599, 0, 0.401, 0, 0]).max():.4f}.",
         {"weights": computed.tolist()},
@@ -144,20 +186,28 @@ def _count_rows(sizes: Iterable[tuple[int, int]]) -> str:
     return f"{min(counts)} to {max(counts)} rows each"
 
 
+def _name_crossings(ns: Sequence[int]) -> str:
+    """The first dₖ with E Σp² ≥ ½ without scaling, exact at each n, beside its limit for n → ∞."""
+    exact = " and ".join(f"dₖ = {theory.concentration_crossing(n)} at n = {n}" for n in ns)
+    limits = " and ".join(f"{theory.unscaled_crossover(n).nearly_one_hot:.1f}" for n in ns)
+    return f"{exact} (limits for many keys, 8 ln n: {limits})"
+
+
 @claim("soft.onehot", "all", "without scaling, large dₖ makes the weights nearly one-hot")
 def _onehot(evidence: Evidence) -> Finding:
     table = {(d, n): _mean("sum_p2", d, n, "none", evidence) for n in (16, 1024) for d in (4, 64, 512)}
-    crossover = {n: theory.unscaled_crossover(n) for n in (16, 1024)}
     grows = all(table[4, n] < table[64, n] < table[512, n] for n in (16, 1024))
     varies = table[64, 16] - table[64, 1024] > 0.02
     listed = ", ".join(f"dₖ {d}, n {n}: {value:.3f}" for (d, n), value in table.items())
     return Finding(
-        f"E Σp²: {listed} ({_count_rows(table)}, seed {evidence.seed})",
+        f"E Σp²: {listed} ({_count_rows(table)}, seed {evidence.seed}); E Σp² ≥ ½ from {_name_crossings((16, 1024))}",
         "depends" if grows and varies else ("holds" if grows else "wrong"),
-        "It depends on n as well: condensation begins at dₖ = 2 ln n and Σp² ≥ ½ from about 8 ln n, that is "
-        + " and ".join(f"dₖ {c.begins:.0f} and {c.nearly_one_hot:.0f} for n = {n}" for n, c in crossover.items())
-        + ".",
-        {"sum_p2": {f"{d},{n}": value for (d, n), value in table.items()}},
+        "Σp² is 1 for one-hot weights and ½ for two equal ones"
+        + ("; how near one-hot they come depends on n as well as on dₖ." if varies else "."),
+        {
+            "sum_p2": {f"{d},{n}": value for (d, n), value in table.items()},
+            "half_from": {n: theory.concentration_crossing(n) for n in (16, 1024)},
+        },
     )
 
 
@@ -199,54 +249,114 @@ def _weights_in(precision: str, q: Array, k: Array, scale: float) -> Array:
     return _round_to(e / e.sum(axis=-1, keepdims=True), precision)
 
 
+_WIDTHS, _KEYS = (64, 512, 4096), 64
+_POWERS = {"none": 0.0, "sqrt": -0.5, "inverse": -1.0}
+
+
+class _RoundingErrors(NamedTuple):
+    """Errors of weights in a precision: the largest relative one of p, and that of p − 1/n in the root mean square."""
+
+    of_weights: float
+    of_signal: float
+
+
+def _measure_rounding(precision: str, d_k: int, rng: np.random.Generator) -> dict[str, _RoundingErrors]:
+    """The errors under each scaling, on the same q and k."""
+    q, k = (_round_to(x, precision) for x in rng.standard_normal((2, _KEYS, d_k)))
+    errors = {}
+    for name, power in _POWERS.items():
+        exact, rounded = softmax(q @ k.T * d_k**power), _weights_in(precision, q, k, d_k**power)
+        kept = exact > 1e-3 * exact.max(axis=-1, keepdims=True)
+        errors[name] = _RoundingErrors(
+            float((np.abs(rounded - exact) / exact)[kept].max()),
+            float(np.linalg.norm(rounded - exact) / np.linalg.norm(exact - 1 / _KEYS)),
+        )
+    return errors
+
+
 @claim("soft.unstable", "S1", "dividing by dₖ could be numerically unstable in floating point")
 def _unstable(evidence: Evidence) -> Finding:
     rng = np.random.default_rng(evidence.seed)
-    worst: dict[str, dict[str, float]] = {}
-    finite = True
-    for precision in ("float32", "bfloat16", "float16"):
-        worst[precision] = {}
-        for name, power in (("none", 0.0), ("sqrt", -0.5), ("inverse", -1.0)):
-            errors = []
-            for d in (64, 4096):
-                q, k = (_round_to(x, precision) for x in rng.standard_normal((2, 64, d)))
-                exact = softmax(q @ k.T * d**power)
-                rounded = _weights_in(precision, q, k, d**power)
-                finite &= bool(np.isfinite(rounded).all())
-                kept = exact > 1e-3 * exact.max(axis=-1, keepdims=True)
-                errors.append(float((np.abs(rounded - exact) / exact)[kept].max()))
-            worst[precision][name] = max(errors)
-    calmer = all(errors["inverse"] <= errors["sqrt"] <= errors["none"] for errors in worst.values())
+    precisions = ("float32", "bfloat16", "float16")
+    errors = {(name, d): _measure_rounding(name, d, rng) for name in precisions for d in _WIDTHS}
+    finite = all(math.isfinite(error) for by_scale in errors.values() for one in by_scale.values() for error in one)
+    calmest = all(min(by, key=lambda name: by[name].of_weights) == "inverse" for by in errors.values())
+    worst = all(max(by, key=lambda name: by[name].of_signal) == "inverse" for by in errors.values())
     listed = "; ".join(
-        f"{precision}: none {e['none']:.0e}, √dₖ {e['sqrt']:.0e}, dₖ {e['inverse']:.0e}"
-        for precision, e in worst.items()
+        f"{precision} "
+        + ", ".join(
+            f"{name_policy(name)} {' / '.join(f'{errors[precision, d][name].of_signal:.2g}' for d in _WIDTHS)}"
+            for name in _POWERS
+        )
+        for precision in precisions
     )
+    largest = {
+        precision: {name: max(errors[precision, d][name].of_weights for d in _WIDTHS) for name in _POWERS}
+        for precision in precisions
+    }
+    relative = "; ".join(
+        f"{precision} " + ", ".join(f"{name_policy(name)} {error:.2g}" for name, error in by.items())
+        for precision, by in largest.items()
+    )
+    least = "the smallest" if calmest else "not always the smallest"
+    most = "the largest" if worst else "not always the largest"
+    verdicts: dict[tuple[bool, bool], Verdict] = {(True, False): "wrong", (False, True): "holds"}
     return Finding(
-        f"largest relative error of weights, dₖ 64 and 4096: {listed}; all finite: {finite}",
-        "wrong" if calmer and finite else "depends",
-        "Smaller logits have smaller absolute rounding errors, so dividing by dₖ is the calmest of the three in every "
-        "precision; it is the unscaled scores that lose digits."
-        if calmer and finite
-        else "Dividing by dₖ is not the calmest of the three in every precision.",
-        {"relative_error": worst, "finite": finite},
-    )
+        f"rounding error relative to p − 1/n, n {_KEYS}, dₖ {' / '.join(map(str, _WIDTHS))}: {listed}; largest error "
+        f"relative to p: {relative}; seed {evidence.seed}; all finite: {finite}",
+        verdicts.get((calmest, worst), "depends") if finite else "depends",
+        f"Relative to p, dividing by dₖ has {least} error of the three in all sizes and precisions. Relative to "
+        f"p − 1/n, what attention adds to a plain average, it has {most}: the larger dₖ, the nearer the weights come "
+        "to 1/n, and rounding keeps the digits of p, not those of the difference.",
+        {
+            "relative_error": largest,
+            "finite": finite,
+            "errors": {f"{name},{d}": {scale: one._asdict() for scale, one in by.items()}
+                       for (name, d), by in errors.items()},
+        },
+    )  # fmt: skip
+
+
+def _gain(d_k: int, n: int, evidence: Evidence) -> float:
+    """Effective keys with 1/√dₖ over those with no scaling, by which `sqrtdk explain` says whether scaling matters."""
+    sqrt, none = (_mean("effective_keys", d_k, n, policy, evidence) for policy in ("sqrt", "none"))
+    return sqrt / none
 
 
 @claim("soft.small", "S0, S3", "at small dₖ scaling matters little, at large dₖ it is critical")
 def _small(evidence: Evidence) -> Finding:
-    loss = {}
-    for n in (16, 1024):
-        for d in (1, 4, 64, 512):
-            sqrt, none = (_mean("entropy_ratio", d, n, policy, evidence) for policy in ("sqrt", "none"))
-            loss[d, n] = sqrt - none
-    crossover = {n: theory.unscaled_crossover(n) for n in (16, 1024)}
-    fits = all(loss[1, n] < 1e-9 and loss[4, n] < 0.5 * loss[512, n] and loss[512, n] > 0.5 for n in (16, 1024))
-    listed = ", ".join(f"dₖ {d}, n {n}: {value:.2f}" for (d, n), value in loss.items())
+    ns, widths = (16, 1024), (1, 4, 64, 512)
+    sizes = [(d, n) for n in ns for d in widths]
+    loss = {
+        (d, n): _mean("entropy_ratio", d, n, "sqrt", evidence) - _mean("entropy_ratio", d, n, "none", evidence)
+        for d, n in sizes
+    }
+    gains = {at: _gain(*at, evidence) for at in sizes}
+    matters = {at: name_importance(gain) for at, gain in gains.items()}
+    somewhat_from, much_from = (
+        {n: next((d for d in range(1, 65) if name_importance(_gain(d, n, evidence)) in names), math.inf) for n in ns}
+        for names in (("somewhat", "much"), ("much",))
+    )
+    large = all(matters[512, n] == "much" for n in ns)
+    small = {matters[4, n] for n in ns}
+    verdict: Verdict = "depends"
+    if not large or small == {"much"}:
+        verdict = "wrong"
+    elif small == {"little"}:
+        verdict = "holds"
+    listed = ", ".join(f"dₖ {d}, n {n}: {gains[d, n]:.3g} ({matters[d, n]})" for d, n in sizes)
     return Finding(
-        f"entropy ratio lost without scaling: {listed} ({_count_rows(loss)}, seed {evidence.seed}); "
-        "crossover dₖ = "
-        + ", ".join(f"{c.begins:.1f} to {c.nearly_one_hot:.0f} (n {n})" for n, c in crossover.items()),
-        "holds" if fits else "wrong",
-        "The crossover is a number: unscaled rows begin to condense at dₖ = 2 ln n and are nearly one-hot at 8 ln n.",
-        {"entropy_ratio_lost": {f"{d},{n}": value for (d, n), value in loss.items()}},
+        f"effective keys with 1/√dₖ over those with no scaling: {listed} ({_count_rows(sizes)}, "
+        f"seed {evidence.seed}); E Σp² ≥ ½ from {_name_crossings(ns)}",
+        verdict,
+        f"Scaling matters {'much' if large else 'not always much'} at dₖ = 512; what is small depends on n: it matters "
+        + " and ".join(f"somewhat from dₖ = {somewhat_from[n]}, much from {much_from[n]} at n = {n}" for n in ns)
+        + " (1.1 and 2 times the keys).",
+        {
+            "entropy_ratio_lost": {f"{d},{n}": value for (d, n), value in loss.items()},
+            "effective_keys_ratio": {f"{d},{n}": value for (d, n), value in gains.items()},
+            "matters": {f"{d},{n}": name for (d, n), name in matters.items()},
+            "matters_from": much_from,
+            "half_from": {n: theory.concentration_crossing(n) for n in ns},
+        },
     )

@@ -5,14 +5,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from importlib import resources
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from sqrtdk import theory
-from sqrtdk.claims.claim import Finding, agree, claim, covers, estimate_variance, state
+from sqrtdk.claims.claim import Finding, agree, claim, covers, estimate_variance, show_interval, state
 from sqrtdk.claims.evidence import Evidence
-from sqrtdk.exercises.gaussian_rows import estimate_mean
+from sqrtdk.exercises.estimates import Estimate, estimate_mean
 from sqrtdk.exercises.variance import draw_dot_products
 
 Array = npt.NDArray[np.float64]
@@ -43,7 +45,7 @@ def _product(evidence: Evidence) -> Finding:
     signs = estimate_variance(rng.choice([-1.0, 1.0], 1_000_000) * rng.choice([-1.0, 1.0], 1_000_000))
     fits = all(covers(estimate, 1.0) for estimate in estimates.values()) and abs(signs.value - 1) < 1e-3
     return Finding(
-        f"normal {state(estimates['normal'], n=1_000_000, seed=evidence.seed)}; "
+        f"normal {state(estimates['normal'], samples=1_000_000, seed=evidence.seed)}; "
         f"uniform {estimates['uniform'].value:.4f}; ±1 {signs.value:.4f}",
         "holds" if fits else "wrong",
         "E[X²Y²] = E[X²]·E[Y²] = 1 and E[XY] = 0 need independence and the moments only, not normality.",
@@ -60,7 +62,7 @@ def _dot(evidence: Evidence) -> Finding:
     correlated = theory.dot_product_variance(64, correlation=1.0)
     return Finding(
         f"law: 64 → std {math.sqrt(law[64]):.0f}, 512 → {math.sqrt(law[512]):.2f}; sampled variance at "
-        f"64: {state(estimates[64], n=_PAIRS, seed=evidence.seed)}, "
+        f"64: {state(estimates[64], samples=_PAIRS, seed=evidence.seed)}, "
         f"at 512: {estimates[512].value:.1f} [{estimates[512].low:.1f}, {estimates[512].high:.1f}]",
         "holds" if fits and stds else "wrong",
         f"True for independent q and k of mean 0 and variance 1; fully correlated ones (q = k) would give "
@@ -93,7 +95,7 @@ def _terms(evidence: Evidence) -> Finding:
     fits = covers(squares, 1.0) and abs(crosses) < 0.02
     return Finding(
         f"3 → {counted[3][0]} = {counted[3][1]} + {counted[3][2]}; 64 → {counted[64][0]} = {counted[64][1]} + "
-        f"{counted[64][2]}; squares average {state(squares, n=100_000, seed=evidence.seed)}, "
+        f"{counted[64][2]}; squares average {state(squares, samples=100_000, seed=evidence.seed)}, "
         f"cross terms {crosses:+.4f}",
         "holds" if as_claimed and as_law and fits else "wrong",
         "Counted one by one; the averages are sampled at dₖ = 3.",
@@ -106,7 +108,7 @@ def _mean(evidence: Evidence) -> Finding:
     estimates = {d: estimate_mean(_dot_products(evidence, d)) for d in (4, 64, 512)}
     shifted = theory.dot_product_mean(64, mean_q=0.1, mean_k=0.1)
     return Finding(
-        f"sampled at dₖ = 64: {state(estimates[64], n=_PAIRS, seed=evidence.seed)}; "
+        f"sampled at dₖ = 64: {state(estimates[64], samples=_PAIRS, seed=evidence.seed)}; "
         f"at 512: {estimates[512].value:+.3f} [{estimates[512].low:.3f}, {estimates[512].high:.3f}]",
         "holds" if all(covers(estimate, 0.0) for estimate in estimates.values()) else "wrong",
         f"It needs a zero mean on at least one side: means of 0.1 on both give {shifted:.2f} at dₖ = 64.",
@@ -147,7 +149,7 @@ def _root(evidence: Evidence) -> Finding:
         math.isclose(c * c, d, rel_tol=1e-9) for d, c in solutions.items()
     )
     return Finding(
-        f"sampled at dₖ = 512: {state(estimates[512], n=_PAIRS, seed=evidence.seed)}; the divisor found by bisection: "
+        f"sampled at dₖ = 512: {state(estimates[512], samples=_PAIRS, seed=evidence.seed)}; the divisor by bisection: "
         + ", ".join(f"{d} → {c:.4f}" for d, c in solutions.items()),
         "holds" if fits else "wrong",
         "Var/c² = 1 has one positive solution, c = √dₖ (and its negative, which turns every score around).",
@@ -160,7 +162,7 @@ def _inverse(evidence: Evidence) -> Finding:
     estimates = {d: estimate_variance(_dot_products(evidence, d) / d) for d in (4, 64, 512)}
     fits = all(covers(e, 1 / d) and math.isclose(theory.divided_variance(d, d), 1 / d) for d, e in estimates.items())
     return Finding(
-        f"at dₖ = 64: {state(estimates[64], n=_PAIRS, seed=evidence.seed)} against {1 / 64:.5f}; "
+        f"at dₖ = 64: {state(estimates[64], samples=_PAIRS, seed=evidence.seed)} against {1 / 64:.5f}; "
         f"at 512: {estimates[512].value:.6f} against {1 / 512:.6f}",
         "holds" if fits else "wrong",
         "dₖ/dₖ² = 1/dₖ.",
@@ -192,4 +194,109 @@ def _init(evidence: Evidence) -> Finding:
         f"{', '.join(larger)} larger. "
         "Entries of unit variance are the default of embeddings, not of projections.",
         {"law_and_sampled": sampled},
+    )
+
+
+def _layer_norm(x: Array) -> Array:
+    """Subtract each token's mean and divide by its standard deviation, without learned gain and bias."""
+    centred = x - x.mean(axis=-1, keepdims=True)
+    return np.asarray(centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True)))
+
+
+def _embed_text(rng: np.random.Generator, tokens: int, d_model: int) -> dict[str, Array]:
+    """Inputs `[tokens, d_model]` of a first layer for the characters of the built-in input, by how they are made."""
+    characters = (resources.files("sqrtdk.data") / "text.txt").read_text(encoding="utf-8")[:tokens]
+    _, ids = np.unique(list(characters), return_inverse=True)
+    table = rng.standard_normal((ids.max() + 1, d_model))[ids]
+    angles = np.arange(tokens)[:, None] / 10_000.0 ** (np.arange(0, d_model, 2) / d_model)
+    with_positions = table + np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
+    return {
+        "embeddings of variance 1": table,
+        "embeddings of standard deviation 0.02": 0.02 * table,
+        "embeddings of variance 1 plus sinusoids": with_positions,
+        "layer norm of the latter": _layer_norm(with_positions),
+    }
+
+
+class _Products(NamedTuple):
+    """Var(q·k) by law and sampled, over all pairs and within the rows."""
+
+    law: float
+    sampled: Estimate
+    within_rows: Estimate
+
+
+@claim("var.inputs", "S0", "input values are typically normalised to zero mean and unit variance")
+def _inputs(evidence: Evidence) -> Finding:
+    tokens, d_model, d_k, heads = 256, 512, 64, 32
+    rng = np.random.default_rng(evidence.seed)
+    rows = {}
+    for name, x in _embed_text(rng, tokens, d_model).items():
+        law = theory.initial_variance("unit", d_model=d_model, d_k=d_k, input_variance=float((x**2).mean()))
+        w_q, w_k = rng.standard_normal((2, heads, d_model, d_k)) * math.sqrt(law.weight)
+        scores = (x @ w_q) @ np.swapaxes(x @ w_k, -1, -2)
+        rows[name] = _Products(
+            law.dot_product,
+            estimate_mean((scores**2).mean(axis=(1, 2))),
+            estimate_mean(scores.var(axis=-1).mean(axis=-1)),
+        )
+    as_law = all(covers(one.sampled, one.law) for one in rows.values())
+    unit = [name for name, one in rows.items() if math.isclose(one.law, d_k, rel_tol=0.2)]
+    others = [name for name in rows if name not in unit]
+    within = show_interval(rows["layer norm of the latter"].within_rows)
+    return Finding(
+        f"Var(q·k) at dₖ {d_k} for {tokens} characters of the built-in input, W of variance 1/{d_model} (95% over "
+        f"{heads} heads, seed {evidence.seed}): "
+        + "; ".join(f"{name} {show_interval(one.sampled)}" for name, one in rows.items()),
+        ("depends" if unit and others else ("holds" if unit else "wrong")) if as_law else "wrong",
+        f"Layer norm gives every token mean 0 and variance 1 over its entries, so that Var(q·k) is dₖ. Softmax sees "
+        f"{within} of it, the part in which the keys of a row differ. "
+        + (f"Not normalised so: {', '.join(others)}." if others else "All inputs are normalised so."),
+        {name: one._asdict() for name, one in rows.items()},
+    )
+
+
+_FIVE_SCORES = (9.2, -3.1, 8.8, -5.4, 1.2)
+
+
+@claim("var.five", "S3", "the scores [9.2, −3.1, 8.8, −5.4, 1.2] have standard deviation ≈ 8")
+def _five(evidence: Evidence) -> Finding:
+    population, sample = (float(np.std(_FIVE_SCORES, ddof=ddof)) for ddof in (0, 1))
+    fits = any(agree(8.0, std, decimals=0) for std in (population, sample))
+    draws = 8.0 * np.random.default_rng(evidence.seed).standard_normal((100_000, len(_FIVE_SCORES)))
+    low, high = np.quantile(draws.std(axis=1, ddof=1), [0.025, 0.975])
+    possible = low <= sample <= high
+    return Finding(
+        f"{population:.2f} (divided by n − 1: {sample:.2f})",
+        "holds" if fits else "wrong",
+        f"8 is √dₖ at dₖ = 64. Five scores with that deviation have {low:.1f} to {high:.1f} in 95% of samples (divided "
+        f"by n − 1), so these {'can' if possible else 'cannot'} come from dₖ = 64, but 8 is not their own.",
+        {"population": population, "sample": sample, "range_of_five": [float(low), float(high)]},
+    )
+
+
+@claim("var.normal", "S3", "at random initialisation scores are near N(0, dₖ)")
+def _normal(evidence: Evidence) -> Finding:
+    rng = np.random.default_rng(evidence.seed)
+    samples = 1_000_000
+    # Given q, q·k is N(0, |q|²) for normal k, so that E(q·k)⁴ = 3·E|q|⁴: the average over k is taken exactly.
+    excess = {d: estimate_mean(3.0 * (rng.chisquare(d, samples) / d) ** 2 - 3.0) for d in (4, 64, 512)}
+    law = {d: 6.0 / d for d in excess}
+    fits = all(covers(excess[d], law[d]) for d in excess)
+    initial = {
+        name: theory.initial_variance(name, d_model=512, d_k=64, heads=8).dot_product
+        for name in theory.initialisations()
+    }
+    off = [variance for variance in initial.values() if not math.isclose(variance, 64.0, rel_tol=0.05)]
+    return Finding(
+        "excess kurtosis "
+        + ", ".join(f"{show_interval(excess[d])} at dₖ = {d} (6/dₖ = {law[d]:.4g})" for d in excess)
+        + f" (95%, {samples} samples of q, seed {evidence.seed}); a normal distribution has 0",
+        ("depends" if off else "holds") if fits else "wrong",
+        "Near normal at usual widths, with heavier tails at small dₖ. The variance is dₖ for entries of q and k with "
+        f"variance 1: {len(off)} of {len(initial)} initialisations have another one"
+        + (f", {min(off):.3g} to {max(off):.3g} at dₖ = 64 (see var.init)." if off else ".")
+        if fits
+        else "The excess kurtosis is not 6/dₖ.",
+        {"excess_kurtosis": {d: e.value for d, e in excess.items()}, "law": law, "initial_variance": initial},
     )
