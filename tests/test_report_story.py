@@ -116,7 +116,8 @@ def test_crossover_is_read_off_the_rows():
 def test_the_exact_crossing_stands_before_the_limit():
     record = condensation(d_ks=(1, 64), ns=(2, 16), budget=1)
     title = story_figures.show_condensation(record).title
-    assert title.endswith("unscaled weight at every dₖ with 2 keys and from dₖ = 12 on with 16 keys (limit 22)")
+    assert title.endswith("unscaled weight at every dₖ with 2 keys and from dₖ = 12 on with 16 keys")
+    assert "8 ln n is 5.5 for n = 2 and 22.2 for n = 16." in story_figures.show_condensation(record).caption
     assert "From dₖ = 12 on" in story_figures.show_effective_keys(record).caption
     two = condensation(d_ks=(1, 64), ns=(2,), budget=1)
     assert story_figures.show_effective_keys(two).caption.endswith("bars are 95% intervals over draws.")

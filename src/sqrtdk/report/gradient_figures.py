@@ -124,7 +124,7 @@ def show_explanation(record: Record) -> Figure:
         caption="Keys are counted as effective ones, 1/Σp². Diamonds: measured, with 95% intervals. Solid grey: the "
         "exact average over rows of one σ at this n; rows of Gaussian q differ in σ, the more the smaller dₖ. "
         + ("Dashed: the law for n → ∞ where it states its error, H up to ρ = ½ and Σp² from 2 on. " if drawn else "")
-        + "Without scaling ρ = √(dₖ/(2 ln n)).",
+        + "Without scaling ρ = √(dₖ/(2 ln n)). Map: past the solid line Σp² ≥ ½ on average, exact at each n.",
     )
 
 
@@ -198,13 +198,13 @@ def _show_condensation_map(record: Record) -> Panel:
         (
             Line(x, floats(plane["begins"]), NEUTRAL, dash="dash"),
             Line(x, floats(plane["nearly_one_hot"]), NEUTRAL, dash="dash"),
-            Line(floats(plane["exact_n"]), floats(plane["concentrated_from"]), NEUTRAL, "Σp² = ½, exact"),
+            Line(floats(plane["exact_n"]), floats(plane["concentrated_from"]), NEUTRAL),
             Points((float(here["n"]),), (float(here["d_k"]),), policy_colour("none"), symbol="diamond", size=10),
         ),
         notes=(
             Note(x[1], math.sqrt(plane["nearly_one_hot"][middle // 2] * highest), "one or two keys", "right"),
             Note(x[middle], math.sqrt(plane["begins"][middle] * lowest), "spread", "right"),
-            Note(x[3], plane["begins"][3] * 0.72, "2 ln n (n → ∞)", "below"),
+            Note(x[9], plane["begins"][9] * 0.72, "2 ln n (n → ∞)", "below"),
             Note(x[3], plane["nearly_one_hot"][3] * 1.4, "8 ln n (n → ∞)", "above"),
             Note(float(here["n"]), float(here["d_k"]), f"dₖ {here['d_k']}, n {here['n']}", "above"),
         ),

@@ -163,22 +163,24 @@ def show_condensation(record: Record) -> Figure:
             tuple(series),
             (
                 ReferenceLine(2.0, "begins", "vertical", "end"),
-                ReferenceLine(8.0, "Σp² = ½", "vertical", "start"),
+                ReferenceLine(8.0, "½ for n → ∞", "vertical", "start"),
                 ReferenceLine(0.5, "", "horizontal"),
             ),
         ),
         f"No scaling. Means over {name_rows(record)} per dot, seed {record.spec['seed']}, with 95% intervals over "
-        "draws; dashed lines: 2 ln n and 8 ln n, where the many-key limit (n → ∞) puts the beginning and Σp² = ½; "
-        "the title has the exact dₖ and, in brackets, 8 ln n.",
+        "draws. The title has the exact dₖ at which the mean Σp² is ½. Dashed lines: 2 ln n and 8 ln n, where the "
+        f"many-key limit (n → ∞) puts the beginning and Σp² = ½; 8 ln n is {_list_limits(record)}.",
         height=_HEIGHT,
     )
 
 
+def _list_limits(record: Record) -> str:
+    return " and ".join(f"{row['nearly_one_hot']:.1f} for n = {row['n']}" for row in record.tables["crossover"])
+
+
 def _state_crossover(rows: Sequence[Row]) -> str:
     parts = [
-        "at every dₖ with 2 keys"
-        if row["n"] == 2
-        else f"from dₖ = {row['concentrated_from']} on with {row['n']} keys (limit {row['nearly_one_hot']:.0f})"
+        "at every dₖ with 2 keys" if row["n"] == 2 else f"from dₖ = {row['concentrated_from']} on with {row['n']} keys"
         for row in rows
     ]
     return f"One or two keys hold most of the unscaled weight {' and '.join(parts)}"
