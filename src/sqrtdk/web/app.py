@@ -24,9 +24,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from sqrtdk import scales
+from sqrtdk.audits import read_audit
 from sqrtdk.errors import InvalidValueError, SqrtdkError
 from sqrtdk.records import plain
-from sqrtdk.web.audit_view import read_audit, view_audit
+from sqrtdk.web.audit_view import view_audit
 from sqrtdk.web.experiment import BOUNDS, DISTRIBUTIONS, DTYPES, MOST_SCORES, POLICIES, QUERIES, Experiment
 from sqrtdk.web.gate import Gate
 from sqrtdk.web.measurement import expect, measure

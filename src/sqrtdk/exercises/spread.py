@@ -1,0 +1,57 @@
+"""Spread of the scores of real heads, split into width, lengths, what differs between keys, and alignment."""
+
+from __future__ import annotations
+
+import math
+
+from sqrtdk.audits import Audit
+from sqrtdk.audits.reading import describe_spread
+from sqrtdk.display import name_layer
+from sqrtdk.errors import InvalidValueError
+from sqrtdk.records import Record
+
+_FACTORS = {
+    "width": "width (scale·√dₖ)",
+    "length": "the lengths of q and k",
+    "distinct": "what differs between keys",
+    "alignment": "alignment",
+}
+
+
+def spread(audit: Audit) -> Record:
+    """Say what makes the scores of each head of an audited model as large as they are.
+
+    σ = |scale|·√dₖ · √(E‖q‖²/dₖ·E‖k‖²/dₖ) · √(share of ‖k‖² that differs between keys) · √alignment, as in
+    `sqrtdk.causes.CauseSplit.parts`; for independent standard normal q and k all but the first are 1.
+
+    Returns:
+        A record with the table ``spread``: one row per head, the largest σ first.
+
+    Raises:
+        InvalidValueError: the audit has no head whose spread is known.
+
+    >>> from sqrtdk.audits import read_shipped
+    >>> list(spread(read_shipped("minilm")).tables["spread"][0])
+    ['layer', 'head', 'std', 'width', 'length', 'distinct', 'alignment']
+    """
+    known = [head for head in audit.heads if head.spread is not None]
+    if not known:
+        raise InvalidValueError("audit must hold heads whose spread is known, got none; audit the model again")
+    rows = [{"layer": name_layer(head.layer), "head": head.head, **(head.spread or {})} for head in known]
+    rows.sort(key=lambda row: -row["std"])
+    first = rows[0]
+    most = max(_FACTORS, key=lambda name: abs(math.log(first[name])))
+    sentences = [
+        *describe_spread([head.spread for head in known]),
+        f"The largest is {first['std']:.3g}, that of head {first['head']} of {first['layer']}: "
+        + " × ".join(f"{first[name]:.3g} by {words}" for name, words in _FACTORS.items())
+        + f". What moves it most from 1 is {_FACTORS[most]}.",
+    ]
+    source = audit.about.get("source", audit.about.get("model", "a model"))
+    return Record(
+        kind="spread",
+        spec={"source": source, "input": audit.about.get("input")},
+        tables={"spread": rows},
+        reading=sentences,
+        headline=sentences[0],
+    )
