@@ -12,7 +12,7 @@ from torch import nn
 
 from sqrtdk import SqrtdkError
 from sqrtdk.torch import measure_heads, register_huggingface
-from torch_watched import DIMENSION, HEADS, ByHand, Fused, Stack, make_input
+from torch_watched import DIMENSION, HEADS, WIDTH, ByHand, Fused, Stack, make_input
 
 X = make_input()
 
@@ -93,12 +93,36 @@ def test_what_cannot_be_reached_is_listed_or_refused():
     assert "not reached: layers.0" in repr(effects)
     with pytest.raises(SqrtdkError, match="no attention that can be changed"):
         measure_heads(ByHand(), X)
-    with pytest.raises(SqrtdkError, match=r"of these layers: 'layers.0' \(4\); got \('layers.0', 9\)"):
-        measure_heads(Stack(Fused()), X, heads=[("layers.0", 9)])
+    with pytest.raises(SqrtdkError, match=r"of these layers: '' \(4\); got \('', 9\)"):
+        measure_heads(Fused(), X, heads=[("", 9)])
     with pytest.raises(SqrtdkError, match="temperature must be None"):
         measure_heads(Fused(), X, temperature=0.0)
     with pytest.raises(SqrtdkError, match="model must be"):
         measure_heads(None, X)
+
+
+def test_a_head_of_one_call_is_switched_off_in_that_call():
+    torch.manual_seed(0)
+    shared = Fused()
+    model = Stack(shared)
+    chosen = [(f"layers.0 (call {call})", 1) for call in (0, 1)]
+    effects = measure_heads(model, X, heads=chosen)
+    with torch.no_grad():
+        inputs = [X, X + shared(X)]
+        expected = inputs[1] + shared(inputs[1])
+        columns = slice(WIDTH // HEADS, 2 * WIDTH // HEADS)
+        without = []
+        for call in (0, 1):
+            x = X
+            for at in (0, 1):
+                y = shared(x)
+                if at == call:
+                    y[..., columns] = 0
+                x = x + y
+            without.append(x)
+    for layer, changed in zip(chosen, without, strict=True):
+        change = float((changed - expected).norm() / expected.norm())
+        assert effects.of(*layer).output_change == pytest.approx(change, rel=1e-4)
 
 
 def test_an_encoder_of_torch():

@@ -80,3 +80,49 @@ def test_the_plain_apply_records_as_apply_does():
     x = torch.ones(3, requires_grad=True)
     internals.plain_apply(Double)(x).sum().backward()
     assert x.grad.tolist() == [2, 2, 2]
+
+
+def test_a_mode_leaves_the_stack_from_below_others():
+    one, two, three = Passing(), Passing(), Passing()
+    stack = torch.utils._python_dispatch._get_current_dispatch_mode_stack
+    with one:
+        two.__enter__()
+        three.__enter__()
+        internals.leave_mode(two)
+        assert stack() == [one, three]
+        internals.leave_mode(two)
+        assert stack() == [one, three]
+        internals.leave_mode(three)
+    assert stack() == []
+    assert not torch.utils._python_dispatch.is_in_torch_dispatch_mode()
+
+
+def test_calls_of_modules_are_seen_once_whichever_way_they_come():
+    seen = []
+
+    def around(module, call, args, kwargs):
+        seen.append(type(module).__name__)
+        return call(module, *args, **kwargs)
+
+    calls = internals.ModuleCalls(around)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+    held = model.__call__  # as the wrapper of a compiled model does
+    torchs = torch.nn.Module.__call__, torch.nn.Module._call_impl
+    calls.install()
+    calls.install()
+    model(torch.ones(2))
+    held(torch.ones(2))
+    calls.remove()
+    model(torch.ones(2))
+    assert seen == 2 * ["Sequential", "Linear", "ReLU"]
+    assert (torch.nn.Module.__call__, torch.nn.Module._call_impl) == torchs
+    assert [tuple(tensor.shape) for tensor in internals.own_tensors(torch.nn.BatchNorm1d(3))] == [(3,)] * 4 + [()]
+
+
+def test_tensors_without_numbers_are_told():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    assert internals.has_numbers(torch.ones(2))
+    assert not internals.has_numbers(torch.ones(2, device="meta"))
+    with FakeTensorMode():
+        assert not internals.has_numbers(torch.ones(2))

@@ -159,14 +159,19 @@ def test_a_module_called_twice_and_tied_weights_are_clipped_once():
     torch.manual_seed(0)
     twice = Stack(Fused())
     seen, before = largest_of(twice)
-    (path,) = before
-    gamma = 1.0 / before[path].max()
+    assert list(before) == ["layers.0 (call 0)", "layers.0 (call 1)"]
+    largest = np.maximum(*before.values())  # of both calls: there is one clip for all
+    gamma = 1.0 / largest.max()
     weight = twice.layers[0].q_proj.weight
-    head = int(before[path].argmax())
+    head = int(largest.argmax())
     rows = slice(head * DIMENSION, (head + 1) * DIMENSION)
     expected = weight.detach()[rows] * math.sqrt(gamma)
-    qk_clip_(twice, seen, threshold=1.0)
+    done = qk_clip_(twice, seen, threshold=1.0)
     torch.testing.assert_close(weight.detach()[rows], expected)
+    assert done.of_heads == HEADS
+    assert [one.head for one in done] == [at for at in range(HEADS) if largest[at] > 1.0]
+    (clipped,) = (one for one in done if one.head == head)
+    assert (clipped.layer, clipped.before, clipped.group_maximum) == ("layers.0", largest.max(), None)
 
     tied = Stack(Fused(), Fused())
     tied.layers[1].q_proj = tied.layers[0].q_proj

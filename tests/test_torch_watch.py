@@ -1,5 +1,6 @@
 """The session of a watch: what it counts, whom it follows, what it shows, and that it leaves no trace."""
 
+import contextlib
 import copy
 import threading
 
@@ -45,11 +46,81 @@ def test_calls_merge_and_calls_outside_do_not_count():
     assert seen.calls == 2
 
 
-def test_a_module_that_is_called_twice_is_one_layer():
-    model = build(Stack, ByHand())
+def rows_of(seen):
+    return {layer: int(summary.rows_seen[0]) for layer, summary in seen.layers.items()}
+
+
+def test_each_call_of_a_module_in_a_forward_pass_is_a_layer():
+    shared, x = ByHand(), make_input()
+    model = build(Stack, shared)
+    with watch(model) as seen:
+        model(x)
+        model(x)
+    assert rows_of(seen) == {"layers.0 (call 0)": 2 * ROWS, "layers.0 (call 1)": 2 * ROWS}
+    assert seen.paths == {"layers.0 (call 0)": "layers.0", "layers.0 (call 1)": "layers.0"}
+    assert [(one.layer, one.path, one.call) for one in seen.scales] == [
+        (f"layers.0 (call {call})", "layers.0", call) for call in (0, 1)
+    ]
+    assert list(seen.causes) == list(seen.layers)
+    # What each call computed, and not the mean of both.
+    with watch(shared) as first:
+        y = x + shared(x)
+    with watch(shared) as second:
+        shared(y)
+    for call, alone in enumerate((first, second)):
+        assert seen.layers[f"layers.0 (call {call})"].max_keys.offsets.sum() == 2 * alone.layers[""].rows_seen.sum()
+        np.testing.assert_allclose(
+            seen.layers[f"layers.0 (call {call})"]["entropy"].mean, alone.layers[""]["entropy"].mean, rtol=1e-6
+        )
+    assert not np.allclose(first.layers[""]["entropy"].mean, second.layers[""]["entropy"].mean, rtol=1e-3)
+
+
+def test_calls_are_counted_within_a_forward_pass():
+    model, x = build(Stack, ByHand(), Fused()), make_input()
+    with watch(model) as seen:
+        for _ in range(3):  # as generation does
+            model(x)
+            model.layers[0](x)
+    assert rows_of(seen) == {"layers.0": 6 * ROWS, "layers.1": 3 * ROWS}
+    assert [one.call for one in seen.scales] == [None, None]
+
+
+def test_a_module_without_attention_calls_or_with_a_failed_one_is_no_call():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = build(ByHand)
+
+        def forward(self, x):
+            with contextlib.suppress(RuntimeError):
+                self.inner(x[..., 0])  # fails at its first product
+            return self.inner(x)
+
+    model = Twice()
     with watch(model) as seen:
         model(make_input())
-    assert {path: int(summary.rows_seen[0]) for path, summary in seen.layers.items()} == {"layers.0": 2 * ROWS}
+    assert list(seen.layers) == ["inner"]
+
+
+def test_a_loop_is_as_many_layers_as_fit_and_says_so():
+    class Loop(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = build(Fused)
+
+        def forward(self, x):
+            for _ in range(70):
+                x = self.inner(x)
+            return x
+
+    model = Loop()
+    with torch.no_grad(), watch(model) as seen:
+        model(make_input())
+    rows = rows_of(seen)
+    assert len(rows) == 64
+    assert rows.pop("inner (call 63)") == 7 * ROWS
+    assert set(rows.values()) == {ROWS}
+    assert "inner: from call 63 of a forward pass on all its calls are one layer" in repr(seen)
 
 
 def test_every_and_sample_rows():

@@ -378,6 +378,7 @@ def test_records_go_into_json():
         "difference": None,
         "dtype": "float32",
         "logits_dtype": "float32",
+        "call": None,
     }
 
 

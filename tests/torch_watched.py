@@ -168,8 +168,9 @@ def build(make, *args, seed=0, **kwargs):
 
 
 def hooks_now():
-    """The hooks that torch calls for every module."""
-    return dict(module._global_forward_hooks), dict(module._global_forward_pre_hooks)
+    """What torch calls for every module."""
+    hooks = dict(module._global_forward_hooks), dict(module._global_forward_pre_hooks)
+    return *hooks, module.Module.__call__, module.Module._call_impl
 
 
 def modes_now():

@@ -51,10 +51,10 @@ def declared_scale(
     >>> declared_scale(nn.Identity(), record)
     Declaration(value=None, source=None)
     """
-    configs = _configs_around(model, scale.layer)
+    configs = _configs_around(model, scale.path)
     if not configs:
         return SILENT
-    index = _layer_index(scale.layer)
+    index = _layer_index(scale.path)
     base = _declare_by_fields(configs[0], scale.d_k, index)
     if base is None:
         base = _declare_by_family(configs, scale.d_k, law_of)

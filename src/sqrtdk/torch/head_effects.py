@@ -15,6 +15,7 @@ from sqrtdk.display import Shown, Table, count, name_layer
 from sqrtdk.errors import InvalidTypeError, InvalidValueError
 from sqrtdk.torch.watch import watch
 from sqrtdk.torch.watch.fuse import FusedWatch
+from sqrtdk.torch.watch.modules import LayerKey, name_layers
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class HeadEffect:
     """What the change of one head does.
 
     Attributes:
-        layer, head: module path and number.
+        layer, head: name of the layer, as `watch` has it, and number.
         loss_change: loss with the change − loss without; None without a loss.
         output_change: ‖changed − baseline‖ / ‖baseline‖ of the output.
         cosine_change: mean of 1 − cos between the vectors along the output's last axis.
@@ -112,7 +113,7 @@ def measure_heads(
         batch: what the model takes: a tensor, a tuple or a dict of arguments.
         loss: gives the loss from what the model returns; None takes its `.loss` if it has one, else there is none.
         output: gives the tensor whose change is measured; None takes `logits`, `last_hidden_state` or the first one.
-        heads: (layer path, head) to measure; None measures all.
+        heads: (layer, head) to measure, layers by the names that `watch` has; None measures all.
         temperature: None switches off; else by what the head's own temperature is multiplied, above 0.
         progress: called with what is going on and the share that is done; `show` of a progress bar fits.
 
@@ -137,22 +138,24 @@ def measure_heads(
         changing = _ChangingWatch(model)
         with changing:
             baseline = run()
-            chosen = _choose(heads, changing.reached)
+            names = name_layers(changing.reached)
+            reached = {names[key]: (key, number) for key, number in changing.reached.items()}
+            chosen = _choose(heads, {layer: number for layer, (_, number) in reached.items()})
             effects = []
             for done, (layer, head) in enumerate(chosen):
                 if progress is not None:
                     progress(f"measuring head {head} of {layer or 'the model'}", done / len(chosen))
-                changing.change = _Change(layer, head, temperature)
+                changing.change = _Change(reached[layer][0], head, temperature)
                 effects.append(_compare(layer, head, baseline, run()))
     effects.sort(key=lambda effect: -effect.size if math.isfinite(effect.size) else -math.inf)
-    unreached = tuple(path for path in seen.layers if path not in changing.reached)
+    unreached = tuple(layer for layer in seen.layers if layer not in reached)
     said = "switched off" if temperature is None else f"at {temperature:g} times the temperature"
     return HeadEffects(said, baseline.loss, tuple(effects), unreached)
 
 
 @dataclass(frozen=True)
 class _Change:
-    layer: str
+    layer: LayerKey
     head: int
     temperature: float | None
 
@@ -169,7 +172,7 @@ class _ChangingWatch(FusedWatch):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, None, 1, None)
         self.change: _Change | None = None
-        self.reached: dict[str, int] = {}
+        self.reached: dict[LayerKey, int] = {}
 
     def _begin_call(self) -> None:
         pass
@@ -188,12 +191,15 @@ class _ChangingWatch(FusedWatch):
         output, weights = super()._attend(module, self._rescale(query), key, *args, **kwargs)
         return self._switch_off(output, axis=-2), weights
 
+    def _layer_here(self) -> LayerKey:
+        number, path, _ = self._locate()[-1]
+        return self._thread.counter.find(path, number)
+
     def _change_here(self) -> _Change | None:
-        path = self._locate()[-1][1]
-        return self.change if self.change is not None and self.change.layer == path else None
+        return self.change if self.change is not None and self.change.layer == self._layer_here() else None
 
     def _rescale(self, query: Tensor) -> Tensor:
-        self.reached[self._locate()[-1][1]] = query.shape[-3]
+        self.reached[self._layer_here()] = query.shape[-3]
         change = self._change_here()
         if change is None or change.temperature is None:
             return query

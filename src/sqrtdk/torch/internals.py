@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
@@ -13,8 +15,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module
 from torch.utils import _python_dispatch
 
-# The class is documented, its module is not: there is no public path to it.
-DispatchMode: Any = _python_dispatch.TorchDispatchMode
+
+class _DispatchMode(_python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Else torch imports its compiler at the first operation, which takes seconds, and asks it at every other one.
+        return False
+
+
+# The class that it is made from is documented, its module is not: there is no public path to it.
+DispatchMode: Any = _DispatchMode
 
 # Looked up once: finding them by their full names takes as long as calling them.
 _is_compiling = torch.compiler.is_compiling
@@ -83,21 +93,54 @@ def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return cast(Callable[..., Any], super(torch.autograd.Function, function).apply)  # type: ignore[misc]
 
 
-def add_module_hooks(begin: Callable[..., None], end: Callable[..., None]) -> Callable[[], None]:
-    """Call `begin` before and `end` after the forward of every module, also after an exception; returns the undoing.
+class ModuleCalls:
+    """Lets a function stand between every call of a module and torch, while it is installed.
 
-    Registering is public; what it leaves behind is not: torch forgets to take a hook's wish for keyword arguments away
-    with the hook, and compiled modules then warn of hooks for ever.
+    A hook on a module would switch the fast path of encoders off, a global one is passed by when the user interrupts,
+    and neither is told keyword arguments before the call. Both ways into a module lead here: `__call__`, and
+    `_call_impl`, which wrappers of compiled models hold on to.
     """
-    first = module.register_module_forward_pre_hook(begin)
-    second = module.register_module_forward_hook(end, with_kwargs=True, always_call=True)
 
-    def undo() -> None:
-        first.remove()
-        second.remove()
-        module._global_forward_hooks_with_kwargs.pop(second.id, None)
+    def __init__(self, around: Callable[[module.Module, Callable[..., Any], Any, Any], Any]) -> None:
+        thread = threading.local()
+        self._torchs: dict[str, Callable[..., Any]] = {}
 
-    return undo
+        def enter(self_: module.Module, *args: Any, **kwargs: Any) -> Any:
+            thread.entered = self_
+            return around(self_, self._torchs["__call__"], args, kwargs)
+
+        def enter_within(self_: module.Module, *args: Any, **kwargs: Any) -> Any:
+            call = self._torchs["_call_impl"]
+            is_told = getattr(thread, "entered", None) is self_
+            thread.entered = None
+            return call(self_, *args, **kwargs) if is_told else around(self_, call, args, kwargs)
+
+        self._own = {"__call__": enter, "_call_impl": enter_within}
+
+    def install(self) -> None:
+        """Begin; twice is once."""
+        for name, function in self._own.items():
+            present = getattr(module.Module, name)
+            if present is not function:
+                self._torchs[name] = present
+                setattr(module.Module, name, function)
+
+    def remove(self) -> None:
+        """End; what somebody else has put in its place meanwhile stays, and leads through here to torch."""
+        for name, function in self._own.items():
+            if getattr(module.Module, name) is function:
+                setattr(module.Module, name, self._torchs[name])
+
+
+def own_tensors(of: module.Module) -> list[Tensor]:
+    """The parameters and buffers of a module alone; the public ways to them look for duplicates first."""
+    return [tensor for named in (of._parameters, of._buffers) for tensor in named.values() if tensor is not None]
+
+
+def has_numbers(tensor: Tensor) -> bool:
+    """Whether a tensor has entries, which it has not on the device meta and as a fake tensor."""
+    fakes = sys.modules.get("torch._subclasses.fake_tensor")
+    return tensor.device.type != "meta" and not (fakes is not None and isinstance(tensor, fakes.FakeTensor))
 
 
 def without_modes() -> AbstractContextManager[object]:
@@ -106,15 +149,16 @@ def without_modes() -> AbstractContextManager[object]:
     return guard
 
 
-def is_mode_on_top(mode: object) -> bool:
-    """Whether a mode is the innermost of this thread: an interrupt may leave one behind, and no other may be taken."""
-    stack = _python_dispatch._get_current_dispatch_mode_stack()
-    return bool(stack) and stack[-1] is mode
-
-
-def is_mode_active(mode: object) -> bool:
-    """Whether a mode is anywhere on this thread's stack."""
-    return any(one is mode for one in _python_dispatch._get_current_dispatch_mode_stack())
+def leave_mode(mode: Any) -> None:
+    """Take a mode from this thread's stack, wherever it is there; the others stay in their order."""
+    stack: list[Any] = _python_dispatch._get_current_dispatch_mode_stack()
+    places = [at for at, one in enumerate(stack) if one is mode]
+    if places:
+        above = stack[places[-1] + 1 :]
+        for one in reversed(stack[places[-1] :]):
+            one.__exit__(None, None, None)
+        for one in above:
+            one.__enter__()
 
 
 def is_in_backward() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from typing import Any
@@ -20,16 +21,28 @@ from sqrtdk.patterns import patterns
 from sqrtdk.summary import Array, HeadSummary
 from sqrtdk.torch.distributed import all_reduce, same_layers
 from sqrtdk.torch.qk_clip import Clipping, qk_clip_
+from sqrtdk.torch.watch.modules import name_modules
 from sqrtdk.torch.watch.seen import Seen
 from sqrtdk.torch.watch.session import Watch
 
+# The monitor of each model that is watched in training.
+_monitors: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Monitor]] = weakref.WeakKeyDictionary()
+
 
 class _TrainingWatch(Watch):
-    """Looks at calls in training mode alone: an evaluation between two steps is none of them."""
+    """Looks at calls in training mode alone: an evaluation between two steps is none of them.
+
+    A call that fails ends it: a trainer that is left by an exception tells nobody.
+    """
 
     def _begin_call(self) -> None:
         if self._model.training:
             super()._begin_call()
+
+    def _end_call(self, has_failed: bool) -> None:
+        super()._end_call(has_failed)
+        if has_failed:
+            self.__exit__()
 
 
 class Monitor(AbstractContextManager["Monitor"]):
@@ -58,7 +71,8 @@ class Monitor(AbstractContextManager["Monitor"]):
     With transformers: `Trainer(…, callbacks=[monitor.callback()])`. With torch.distributed initialised the looks of all
     ranks are put together; every rank must have a monitor, and only the first one writes and alerts.
 
-    What goes wrong in `to` or `on_alert` is warned of once, and training goes on.
+    What goes wrong in `to` or `on_alert` is warned of once, and training goes on. A model has one monitor: a second one
+    closes the first, with a warning. A forward pass that fails ends the look it is in.
 
     Args:
         model: the model; wrappers (DistributedDataParallel, torch.compile) may be around it or not.
@@ -114,6 +128,7 @@ class Monitor(AbstractContextManager["Monitor"]):
         self._alerts = Alerts()
         self._said: set[str] = set()
         self._is_closed = False
+        self._replace_other()
         self._begin()
 
     @property
@@ -169,6 +184,16 @@ class Monitor(AbstractContextManager["Monitor"]):
                 monitor.close()
 
         return MonitorCallback()
+
+    def _replace_other(self) -> None:
+        """Close the monitor that the model has, as after a notebook's cell was run twice."""
+        inner = next(iter(name_modules(self._model)))
+        known = _monitors.get(inner)
+        other = None if known is None else known()
+        if other is not None and not other._is_closed:
+            other.close()
+            self._say_once(f"another Monitor of this {type(inner).__name__} was open: it is closed and replaced")
+        _monitors[inner] = weakref.ref(self)
 
     # One step
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -99,7 +100,8 @@ def qk_clip_(
 
     Call it after the optimiser's step with what was seen of that step's forward passes, all micro-batches in one watch.
     Which parameters make a head was found out by the watch, by numbers: columns whose lengths are those of the head's
-    vectors. A module that is called twice, and weights that are tied, are multiplied once, by the smallest factor.
+    vectors. A module that is called several times in a forward pass is clipped once, by its largest score of all calls;
+    weights that are tied are multiplied once, by the smallest factor.
 
     With torch.distributed initialised the maximum over the ranks of `group` (None: all) counts; every rank must call.
 
@@ -125,12 +127,15 @@ def qk_clip_(
     clipped 0 of 2 heads to a largest score of 100
     """
     _check(model, seen, threshold)
-    layers = seen.layers
-    largest = {path: summary["score_max"].largest for path, summary in layers.items()}
+    largest: dict[str, Any] = {}
     reasons: list[str] = []
-    for path, summary in layers.items():
+    for layer, summary in seen.layers.items():
+        # One clip for all calls of a module.
+        path, scores = seen.paths[layer], summary["score_max"].largest
+        largest[path] = np.maximum(largest[path], scores) if path in largest else scores
         if count_non_finite(summary).any():
-            reasons.append(f"{path or 'the model'} has scores that are NaN or infinite")
+            reasons.append(f"{layer or 'the model'} has scores that are NaN or infinite")
+    heads = sum(map(len, largest.values()))
     if dist.is_available() and dist.is_initialized():
         largest = largest_of_ranks(largest, group)
     planned: list[ClippedHead] = []
@@ -145,7 +150,7 @@ def qk_clip_(
     if reasons:
         raise InvalidValueError(f"nothing was clipped: {'; '.join(dict.fromkeys(reasons))}")
     _apply(model, factors)
-    return Clipping(float(threshold), tuple(planned), sum(summary.heads for summary in layers.values()))
+    return Clipping(float(threshold), tuple(planned), heads)
 
 
 def _check(model: Any, seen: Any, threshold: Any) -> None:

@@ -19,7 +19,7 @@ class ScaleRecord:
     """The scale of one layer, measured from the running model.
 
     Attributes:
-        layer: module path.
+        layer: module path, with the call where a module is called several times in a forward pass.
         d_k: width of the head vectors, columns that are zero in all queries and keys left out.
         at_the_call: what multiplies q·kᵀ; None if it differs between heads or rows.
         before_the_call: what q and k were multiplied by after their projections, together; None if it cannot be told.
@@ -34,6 +34,7 @@ class ScaleRecord:
         dtype: what q and k are rounded to.
         logits_dtype: what the logits are rounded to before the softmax: of half precision those of a fused kernel stay
             in float32, those of a product that the model computes itself do not.
+        call: which call of its module in a forward pass it is; None for a module that is called once.
     """
 
     layer: str
@@ -49,6 +50,12 @@ class ScaleRecord:
     difference: float | None = None
     dtype: str = "float32"
     logits_dtype: str = "float32"
+    call: int | None = None
+
+    @property
+    def path(self) -> str:
+        """The module path."""
+        return self.layer if self.call is None else self.layer.removesuffix(f"(call {self.call})").rstrip()
 
     def as_json(self) -> dict[str, Any]:
         """The record as numbers, texts and null."""

@@ -15,11 +15,9 @@ from sqrtdk.torch.watch.calls import MASKED_BELOW, SeenCall
 
 
 class KeptRow(NamedTuple):
-    """A row, which sequence and query of its call it is, and the number that decides whether it stays."""
+    """A row, and the number that decides whether it stays."""
 
     priority: int
-    sequence: int
-    query: int
     row: ScoreRow
 
 
@@ -36,29 +34,23 @@ class Reservoir:
         """The rows that are kept."""
         return [kept.row for kept in self._rows]
 
-    def draw(self, call: SeenCall, tokens: Tensor | None) -> list[KeptRow]:
-        """The rows of a call that may stay, computed while its tensors are there; padding is left out."""
+    def offer(self, call: SeenCall, tokens: Tensor | None) -> None:
+        """Take the rows of a call that stay, while its tensors are there; padding (tokens `[B, L]`) is left out."""
         batch, _, queries, _ = call.shape
         numbers = np.arange(batch * queries, dtype=np.uint64) + np.uint64(self._offered)
-        self._offered += batch * queries
+        first, self._offered = self._offered, self._offered + batch * queries
         priorities = _mix(numbers)
-        if tokens is not None:
+        if tokens is not None and tuple(tokens.shape) == (batch, queries):
             present = np.asarray(tokens.cpu()).ravel()
             priorities, numbers = priorities[present], numbers[present]
         least = np.argsort(priorities, kind="stable")[: self._size]
-        first = self._offered - batch * queries
         # Beyond the worst of those that are kept nothing stays.
         worst = self._rows[-1].priority if len(self._rows) == self._size else None
         chosen = [(int(priorities[at]), *divmod(int(numbers[at]) - first, queries)) for at in least]
         chosen = [one for one in chosen if worst is None or one[0] < worst]
         with without_modes(), torch.no_grad():
-            return [KeptRow(*one, row) for one, row in zip(chosen, _read_rows(call, chosen), strict=True)]
-
-    def add(self, drawn: list[KeptRow], tokens: Tensor | None) -> None:
-        """Take drawn rows; those that have turned out to be padding (tokens `[B, L]`) are not taken."""
-        present = None if tokens is None else np.asarray(tokens.cpu())
-        told = [one for one in drawn if present is None or present[one.sequence, one.query]]
-        self._rows = sorted([*self._rows, *told], key=lambda one: one.priority)[: self._size]
+            taken = [KeptRow(one[0], row) for one, row in zip(chosen, _read_rows(call, chosen), strict=True)]
+        self._rows = sorted([*self._rows, *taken], key=lambda one: one.priority)[: self._size]
 
 
 def _mix(numbers: Array) -> Array:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from sqrtdk.torch.internals import own_tensors
+
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "num_query_heads")
 # What wrappers put in front of a path: DistributedDataParallel and others, torch.compile, activation checkpointing.
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+# Calls of one module in one forward pass that are told apart: more of them are a loop, and would fill the memory.
+MOST_CALLS = 64
 
 
 def name_modules(model: nn.Module) -> dict[nn.Module, str]:
@@ -29,16 +36,51 @@ def name_modules(model: nn.Module) -> dict[nn.Module, str]:
     return names
 
 
-def is_compiled(model: nn.Module) -> bool:
+def is_compiled(modules: Iterable[nn.Module]) -> bool:
     """Whether any module runs through torch.compile."""
     return any(
-        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
-        for module in model.modules()
+        "_orig_mod" in module.__dict__.get("_modules", ()) or module.__dict__.get("_compiled_call_impl") is not None
+        for module in modules
     )
 
 
-class Frame(NamedTuple):
-    """One running call of a module: its number, and how much had been seen when it began."""
+class LayerKey(NamedTuple):
+    """A layer: the path of its module, and which of the module's calls in a forward pass it is."""
+
+    path: str
+    call: int
+
+
+def name_layers(keys: Iterable[LayerKey]) -> dict[LayerKey, str]:
+    """The names of layers: the path alone where a module is called once in a forward pass.
+
+    >>> list(name_layers([LayerKey("embed", 0), LayerKey("layer", 0), LayerKey("layer", 1)]).values())
+    ['embed', 'layer (call 0)', 'layer (call 1)']
+    """
+    keys = list(keys)
+    repeated = {key.path for key in keys if key.call}
+    return {key: f"{key.path} (call {key.call})".strip() if key.path in repeated else key.path for key in keys}
+
+
+class CallCounter:
+    """Counts the calls of each module that compute attention, within one forward pass."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, dict[int, int]] = {}
+
+    def restart(self) -> None:
+        """Begin with another forward pass."""
+        self._numbers.clear()
+
+    def find(self, path: str, number: int) -> LayerKey:
+        """The layer of a module's call, whose number no other running call has; beyond the last, the last."""
+        calls = self._numbers.setdefault(path, {})
+        return LayerKey(path, min(calls.setdefault(number, len(calls)), MOST_CALLS - 1))
+
+
+@dataclass(eq=False)
+class Frame:
+    """One running call of a module: its number, its arguments, and how much had been seen when it began."""
 
     number: int
     module: nn.Module
@@ -46,7 +88,37 @@ class Frame(NamedTuple):
     heads: int | None
     products: int
     taken: int
-    pending: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @cached_property
+    def given(self) -> dict[str, Any]:
+        """The arguments of the module's forward by name, as far as they can be told."""
+        forward = self.module.forward
+        function = getattr(forward, "__func__", None)
+        try:
+            if function is None:
+                bound = inspect.signature(forward).bind_partial(*self.args, **self.kwargs)
+            else:
+                bound = _read_signature(function).bind_partial(self.module, *self.args, **self.kwargs)
+        except (TypeError, ValueError):
+            return dict(self.kwargs)
+        given = dict(bound.arguments)
+        for name in ("kwargs", "model_kwargs"):
+            if isinstance(given.get(name), dict):
+                given |= given.pop(name)
+        return given
+
+
+@lru_cache(maxsize=1024)
+def _read_signature(function: Any) -> inspect.Signature:
+    return inspect.signature(function)
+
+
+def find_learnt(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """The parameters of modules; quantised weights are buffers of integers."""
+    tensors = (tensor for module in modules for tensor in own_tensors(module))
+    return [tensor for tensor in tensors if isinstance(tensor, nn.Parameter) or not tensor.is_floating_point()]
 
 
 def read_heads(module: nn.Module) -> int | None:
@@ -56,19 +128,6 @@ def read_heads(module: nn.Module) -> int | None:
         if isinstance(heads, int) and not isinstance(heads, bool) and heads > 0:
             return heads
     return None
-
-
-def bind_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a module's forward by name, as far as they can be told."""
-    try:
-        bound = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
-    except (TypeError, ValueError):
-        return dict(kwargs)
-    given = dict(bound)
-    for name in ("kwargs", "model_kwargs"):
-        if isinstance(given.get(name), dict):
-            given |= given.pop(name)
-    return given
 
 
 def find_tensors(output: Any) -> list[Tensor]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from sqrtdk.torch.watch.calls import MASKED_BELOW, SeenCall
+
+Padding = Literal["attention mask", "key padding", "unknown"]
+"""By whom it is told which rows are padding."""
 
 # Arguments of forward that say which tokens are there (1 or True), and which are not (True, or −inf).
 _PRESENT = ("attention_mask", "decoder_attention_mask", "decoder_input_mask")

@@ -106,9 +106,10 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
         result = func(*args, **kwargs)
         try:
             self._look_at(name, func, args, kwargs, result)
-        except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
+        except (RuntimeError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
             # A model must run on, whatever it does: what we do not expect is said, not raised.
-            self._refuse(f"{name} could not be followed: {type(error).__name__}: {str(error).splitlines()[0]}")
+            words = next(iter(str(error).splitlines()), "")
+            self._refuse(f"{name} could not be followed: {type(error).__name__}: {words}".removesuffix(": "))
         return result
 
     def _look_at(self, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:

@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import replace
 from html import escape
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
 from sqrtdk import HeadSummary
 from sqrtdk.causes import CauseSplit
 from sqrtdk.counterfactual import ScoreRow
-from sqrtdk.display import Shown, Table
-from sqrtdk.statistics import ROW_FIELDS, AttentionStatistics, Sample
+from sqrtdk.display import Shown, Table, name_layer
+from sqrtdk.statistics import AttentionStatistics
+from sqrtdk.summary import RowBlock, join_blocks, summarise
 from sqrtdk.torch.internals import WeakStorage
 from sqrtdk.torch.watch.calls import SeenCall
 from sqrtdk.torch.watch.causes import CauseSums
 from sqrtdk.torch.watch.effective import ScaleRecord, read_scale
-from sqrtdk.torch.watch.kept import KeptRow, Reservoir
+from sqrtdk.torch.watch.kept import Reservoir
+from sqrtdk.torch.watch.modules import MOST_CALLS, LayerKey, name_layers
+from sqrtdk.torch.watch.padding import Padding
 from sqrtdk.torch.watch.projections import HeadEvidence, HeadParts, UntoldError, find_heads
 from sqrtdk.torch.watch.table import MOST_LINES, make_table, write_remarks
 
-Array = npt.NDArray[Any]
+# Rows of all layers and heads that wait to be summarised together: 104 bytes each.
+_MOST_WAITING = 1 << 18
 
-_TOLD, _KEYS, _UNKNOWN = "attention mask", "key padding", "unknown"
-# Rows of a layer that wait to be summarised together.
-_MOST_WAITING = 1 << 17
+_Value = TypeVar("_Value")
 
 
 class Unattributed(NamedTuple):
@@ -38,92 +40,103 @@ class Unattributed(NamedTuple):
     times: int
 
 
-@dataclass
-class Pending:
-    """One measured call, until the modules around it have told which of its rows are padding."""
+class SeenRows(NamedTuple):
+    """The rows of one call: their statistics, where they stand, which of them are tokens, and sums of causes."""
 
-    path: str
     statistics: AttentionStatistics
-    batch: int
-    queries: int
-    keys: int
-    is_self: bool
     first_position: int | None
     tokens: Tensor | None
-    is_told: bool = False
-    # A module inside was called without a mask: what a module around it was told is about other tokens, or says "all".
-    is_unmasked: bool = False
-    # What makes its scores large, as sums `[5, H]`.
-    causes: Tensor | None = None
-    # Rows that may be kept.
-    drawn: list[KeptRow] = field(default_factory=list)
-
-    def tell(self, tokens: Tensor | None) -> None:
-        """Note which tokens `[B, L]` are there; None for a module that was told nothing."""
-        if tokens is None:
-            self.is_unmasked = True
-        elif not self.is_unmasked or bool(tokens.all()):
-            self.is_told = True
-            self.tokens = tokens
+    causes: Tensor
 
     @property
-    def padding(self) -> str:
-        """How it is known which rows are padding."""
-        return _TOLD if self.is_told else _KEYS if self.tokens is not None else _UNKNOWN
+    def number(self) -> int:
+        """Rows of all heads."""
+        return int(np.prod(self.statistics.shape))
+
+    def as_block(self) -> RowBlock:
+        """The rows as they are summarised."""
+        rows = self.statistics.numpy()
+        batch, queries = rows.shape[0], rows.shape[-1]
+        at = np.arange(queries) if rows.sample is None else rows.sample.positions
+        tokens = None
+        if self.tokens is not None:
+            tokens = self.tokens.detach().cpu().numpy()
+            tokens = tokens if rows.sample is None or tokens.shape[-1] == queries else tokens[:, at]
+            tokens = tokens if tokens.shape == (batch, queries) else None
+        first = self.first_position
+        positions = None if first is None else np.broadcast_to(at + first, (batch, queries))
+        return RowBlock.of(rows, tokens)._replace(positions=positions)
 
 
 class Seen(Shown):
     """What was seen while a model was watched; it prints as a table of layers and heads.
 
-    `layers` has a `HeadSummary` per module path, in the order of first calls; `scales` a record per layer; `calls` is
-    how many calls of the model were looked at.
+    `layers` has a `HeadSummary` per layer, in the order of first calls; `scales` a record per layer; `calls` is how
+    many calls of the model were looked at. A layer is named by its module path; a module that is called several times
+    in a forward pass is as many layers, `path (call 0)`, `path (call 1)` and so on, and `paths` has the path of each.
     """
 
     def __init__(self) -> None:
         self.calls = 0
         self.notes: list[str] = []
-        self._summaries: dict[str, HeadSummary] = {}
-        self._waiting: dict[str, list[Pending]] = {}
-        self._scales: dict[str, ScaleRecord] = {}
+        # None while no row of the layer is summarised.
+        self._summaries: dict[LayerKey, HeadSummary | None] = {}
+        self._waiting: dict[LayerKey, list[SeenRows]] = {}
+        self._number_waiting = 0
+        self._scales: dict[LayerKey, ScaleRecord] = {}
         self._missed: dict[tuple[str, str], int] = {}
-        self._padding: dict[str, str] = {}
+        self._padding: dict[LayerKey, Padding] = {}
         # Calls of the model that were passed over, by `every`.
         self.passed_over = 0
         # The addresses of parameters are given to no other memory while this lives.
         self.held: list[WeakStorage] = []
-        # Per layer what tells which parameters make each head, or why they cannot be told.
+        # Per module what tells which parameters make each head, or why they cannot be told.
         self._evidence: dict[str, HeadEvidence | str] = {}
-        self._causes: dict[str, CauseSums] = {}
+        self._causes: dict[LayerKey, CauseSums] = {}
         self.keep_rows: int | None = None
-        self._reservoirs: dict[str, Reservoir] = {}
+        self._reservoirs: dict[LayerKey, Reservoir] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what holds for this process and these tensors alone: a copy serves all but clipping."""
+        self._summarise()
         copied = "what was seen is a copy, in which addresses of parameters do not hold"
         return {**self.__dict__, "held": [], "_evidence": dict.fromkeys(self._evidence, copied)}
 
     @property
     def layers(self) -> dict[str, HeadSummary]:
-        """The summary of every layer by its module path, in the order of first calls."""
-        for path in list(self._waiting):
-            self._summarise(path)
-        return dict(self._summaries)
+        """The summary of every layer by its name, in the order of first calls."""
+        self._summarise()
+        return self._by_name({key: summary for key, summary in self._summaries.items() if summary is not None})
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """The module path of every layer by its name."""
+        return self._by_name({key: key.path for key in self._scales})
+
+    def _by_name(self, by_layer: dict[LayerKey, _Value]) -> dict[str, _Value]:
+        names = name_layers(self._scales)
+        return {names[key]: value for key, value in by_layer.items()}
 
     @property
     def causes(self) -> dict[str, CauseSplit]:
         """Per layer and head the length of q, the spread of k and their alignment: what makes scores large."""
         layers = self.layers
-        return {path: sums.split(layers[path]) for path, sums in self._causes.items() if path in layers}
+        sums = self._by_name(self._causes)
+        return {name: sums[name].split(layers[name]) for name in sums if name in layers}
 
     @property
     def rows(self) -> dict[str, list[ScoreRow]]:
         """Per layer the scores of the rows that were kept; empty without `keep_rows`."""
-        return {path: reservoir.rows for path, reservoir in self._reservoirs.items()}
+        return self._by_name({key: reservoir.rows for key, reservoir in self._reservoirs.items()})
 
     @property
     def scales(self) -> list[ScaleRecord]:
         """The scale of every layer, in the order of first calls."""
-        return list(self._scales.values())
+        names = name_layers(self._scales)
+        return [
+            record if names[key] == key.path else replace(record, layer=names[key], call=key.call)
+            for key, record in self._scales.items()
+        ]
 
     @property
     def unattributed(self) -> list[Unattributed]:
@@ -136,36 +149,41 @@ class Seen(Shown):
         kinds = list(self._padding.values())
         counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
         if len(counts) < 2:
-            return next(iter(counts), _UNKNOWN)
+            return next(iter(counts), "unknown")
         return ", ".join(f"{kind} in {count} of {len(kinds)} layers" for kind, count in counts.items())
 
     def miss(self, path: str, reason: str) -> None:
         """Count something that was not understood."""
         self._missed[path, reason] = self._missed.get((path, reason), 0) + 1
 
-    def note_scale(self, path: str, call: SeenCall) -> ScaleRecord:
+    def note_loop(self, path: str) -> None:
+        """Say that a module was called too often in a forward pass for a layer each."""
+        note = f"{name_layer(path)}: from call {MOST_CALLS - 1} of a forward pass on all its calls are one layer"
+        if note not in self.notes:
+            self.notes.append(note)
+
+    def note_scale(self, layer: LayerKey, call: SeenCall) -> ScaleRecord:
         """Work out the scale of a layer; the first call that tells it holds."""
-        known = self._scales.get(path)
+        known = self._scales.get(layer)
         if known is None or (known.effective is None and not known.normalised):
-            known = self._scales[path] = read_scale(path, call)
+            known = self._scales[layer] = read_scale(layer.path, call)
         return known
 
     def note_heads(self, path: str, call: SeenCall) -> None:
-        """Keep what tells which parameters make the heads of a layer; every call must have been made by the same."""
+        """Keep what tells which parameters make the heads of a module; every call must have been made by the same."""
         known = self._evidence.get(path)
         if known is None:
             self._evidence[path] = HeadEvidence.of(call)
         elif not isinstance(known, str) and not known.is_of(call):
             self._evidence[path] = "its calls have queries and keys of different projections"
 
-    def draw_rows(self, path: str, call: SeenCall, tokens: Tensor | None) -> list[KeptRow]:
-        """Rows of a call that may be kept, if any are to be."""
-        if self.keep_rows is None:
-            return []
-        return self._reservoirs.setdefault(path, Reservoir(self.keep_rows)).draw(call, tokens)
+    def keep(self, layer: LayerKey, call: SeenCall, tokens: Tensor | None) -> None:
+        """Offer the rows of a call to the sample of its layer, if there is to be one."""
+        if self.keep_rows is not None:
+            self._reservoirs.setdefault(layer, Reservoir(self.keep_rows)).offer(call, tokens)
 
     def heads_of(self, path: str) -> list[HeadParts] | str:
-        """The columns of the parameters that make each head of a layer, or why they cannot be told."""
+        """The columns of the parameters that make each head of a module, or why they cannot be told."""
         evidence = self._evidence.get(path, "it was not seen")
         if isinstance(evidence, str):
             return evidence
@@ -174,31 +192,26 @@ class Seen(Shown):
         except UntoldError as reason:
             return str(reason)
 
-    def add(self, pending: Pending) -> None:
+    def add(self, layer: LayerKey, rows: SeenRows, padding: Padding) -> None:
         """Add the rows of a call to its layer."""
-        waiting = self._waiting.setdefault(pending.path, [])
-        if pending.path not in self._summaries:
-            self._summaries[pending.path] = _EMPTY
-        self._padding.setdefault(pending.path, pending.padding)
-        waiting.append(pending)
-        if pending.drawn:
-            fits = pending.tokens is not None and tuple(pending.tokens.shape) == (pending.batch, pending.queries)
-            self._reservoirs[pending.path].add(pending.drawn, pending.tokens if fits else None)
-            pending.drawn = []
-        if sum(one.batch * one.queries for one in waiting) > _MOST_WAITING:
-            self._summarise(pending.path)
+        self._summaries.setdefault(layer, None)
+        self._padding.setdefault(layer, padding)
+        self._waiting.setdefault(layer, []).append(rows)
+        self._number_waiting += rows.number
+        if self._number_waiting > _MOST_WAITING:
+            self._summarise()
 
-    def _summarise(self, path: str) -> None:
-        for pending in self._waiting.pop(path, []):
-            if pending.causes is not None:
-                sums = CauseSums(*pending.causes.double().cpu().numpy())
-                self._causes[path] = sums.merge(self._causes[path]) if path in self._causes else sums
-            for rows in _present_rows(pending):
-                summary = HeadSummary.of(rows)
-                before = self._summaries.get(path, _EMPTY)
-                self._summaries[path] = summary if before is _EMPTY else before.merge(summary)
-        if self._summaries.get(path) is _EMPTY:
-            del self._summaries[path]
+    def _summarise(self) -> None:
+        """Summarise the rows that wait, those of all layers together."""
+        waiting, self._waiting, self._number_waiting = self._waiting, {}, 0
+        blocks = [(layer, block) for layer, rows in waiting.items() for block in _join(rows)]
+        for (layer, _), summary in zip(blocks, summarise([block for _, block in blocks]), strict=True):
+            before = self._summaries[layer]
+            self._summaries[layer] = summary if before is None else before.merge(summary)
+        for layer, rows in waiting.items():
+            for one in rows:
+                sums = CauseSums(*one.causes.double().cpu().numpy())
+                self._causes[layer] = sums.merge(self._causes[layer]) if layer in self._causes else sums
 
     def _table(self) -> Table:
         return make_table(self)
@@ -211,46 +224,6 @@ class Seen(Shown):
         return self._table().as_html(MOST_LINES) + remarks
 
 
-_EMPTY: Any = object()
-
-
-def _present_rows(pending: Pending) -> list[AttentionStatistics]:
-    """The rows that are no padding: sequences with the same rows together."""
-    rows = pending.statistics.numpy()
-    queries = rows.shape[-1]
-    if pending.tokens is None:
-        return [_pick(rows, None, None, pending.first_position)]
-    tokens = pending.tokens.detach().cpu().numpy()
-    if rows.sample is not None:
-        tokens = tokens[:, rows.sample.positions]
-    if tokens.shape != (pending.batch, queries):
-        return [_pick(rows, None, None, pending.first_position)]
-    groups: dict[bytes, list[int]] = {}
-    for sequence, present in enumerate(tokens):
-        groups.setdefault(present.tobytes(), []).append(sequence)
-    return [
-        _pick(rows, sequences, None if tokens[sequences[0]].all() else tokens[sequences[0]], pending.first_position)
-        for sequences in groups.values()
-        if tokens[sequences[0]].any()
-    ]
-
-
-def _pick(
-    rows: AttentionStatistics, sequences: list[int] | None, present: Array | None, first_position: int | None
-) -> AttentionStatistics:
-    """Some sequences, and some rows of each, with the positions that they have."""
-
-    def pick(values: Array) -> Array:
-        values = values if sequences is None else values[sequences]
-        return values if present is None else values[..., present]
-
-    sample = rows.sample
-    if present is not None:
-        at = np.flatnonzero(present)
-        if sample is None:
-            sample = Sample(at, len(at))
-        else:
-            share = len(at) / len(present)
-            sample = Sample(sample.positions[at], max(len(at), round(sample.rows * share)))
-    named: dict[str, Any] = {name: pick(np.asarray(getattr(rows, name))) for name in ROW_FIELDS}
-    return AttentionStatistics(**named, sample=sample, first_position=first_position)
+def _join(rows: Iterable[SeenRows]) -> list[RowBlock]:
+    """The rows of a layer's calls, without calls that are padding alone."""
+    return join_blocks([block for block in (one.as_block() for one in rows) if block.present.any()])

@@ -1,34 +1,41 @@
-"""Watching a model: hooks around its modules, a recogniser per thread, and what was seen in the end."""
+"""Watching a model: a recogniser per thread while its modules run, and what was seen in the end."""
 
 from __future__ import annotations
 
-import sys
 import threading
-import warnings
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, cast
+import weakref
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sqrtdk.errors import InvalidTypeError, InvalidValueError
 from sqrtdk.torch.internals import (
     WeakStorage,
-    add_module_hooks,
+    has_numbers,
     is_in_backward,
-    is_mode_active,
-    is_mode_on_top,
+    leave_mode,
     storage_address,
+    without_modes,
 )
+from sqrtdk.torch.watch.calls import SeenCall
 from sqrtdk.torch.watch.causes import read_causes
-from sqrtdk.torch.watch.modules import Frame, bind_forward, find_tensors, is_compiled, name_modules, read_heads
-from sqrtdk.torch.watch.padding import read_keys, read_tokens
+from sqrtdk.torch.watch.modules import (
+    MOST_CALLS,
+    CallCounter,
+    Frame,
+    find_learnt,
+    find_tensors,
+    is_compiled,
+    name_modules,
+    read_heads,
+)
+from sqrtdk.torch.watch.padding import Padding, read_keys, read_tokens
 from sqrtdk.torch.watch.recognise import Candidate, Recogniser, Stack
-from sqrtdk.torch.watch.seen import Pending, Seen
+from sqrtdk.torch.watch.running import is_compiler_loaded, listen
+from sqrtdk.torch.watch.seen import Seen, SeenRows
 
-# What a compiled model says at every call while there are global hooks; the extra call of one of them does no harm.
-_COMPILED_WARNING = r"Using `torch.compile\(module\)` when there are global hooks on modules"
 _EAGER = "compiled regions ran eagerly while watched"
 
 
@@ -60,9 +67,10 @@ def watch(
 
     Returns:
         A context manager that gives `Seen`: `layers` {module path: `HeadSummary`}, `scales`, `unattributed`, `padding`.
+        A module that is called several times in a forward pass is as many layers: `path (call 0)`, `path (call 1)`, …
 
     Raises:
-        InvalidTypeError, InvalidValueError: naming the argument.
+        InvalidTypeError, InvalidValueError: naming the argument; also for a model whose parameters have no numbers.
 
     >>> layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
     >>> with watch(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)) as seen:
@@ -79,6 +87,7 @@ def watch(
             raise InvalidTypeError(f"{name} must be an integer, got {number!r}")
         if number < 1:
             raise InvalidValueError(f"{name} must be at least 1, got {number}")
+    _check_numbers(model)
     if scale is not None and not fuse:
         raise InvalidValueError("scale is for fuse=True alone: without it the model computes attention itself")
     if fuse:
@@ -91,21 +100,22 @@ def watch(
     return watching
 
 
+def _check_numbers(model: nn.Module) -> None:
+    """Refuse a model on the device meta or of fake tensors; one whose weights are loaded for each call is none."""
+    named = list(model.named_parameters())
+    is_loaded_later = any(hasattr(module, "_hf_hook") for module in model.modules())
+    if named and not is_loaded_later and not any(has_numbers(parameter) for _, parameter in named):
+        name, parameter = named[0]
+        kind = "on the device meta" if parameter.device.type == "meta" else "fake"
+        raise InvalidValueError(
+            f"model must have parameters with numbers, got tensors that are {kind} ({name} and all others); load or "
+            "initialise its weights first"
+        )
+
+
 def _device_of(model: nn.Module) -> str:
     parameter = next(model.parameters(), None)
     return "cpu" if parameter is None else parameter.device.type
-
-
-@contextmanager
-def _without_warning(message: str) -> Iterator[None]:
-    """Leave out one warning, and leave the filters that others may set meanwhile."""
-    warnings.filterwarnings("ignore", message=message)
-    own = warnings.filters[0]
-    try:
-        yield
-    finally:
-        if own in warnings.filters:
-            cast(list[Any], warnings.filters).remove(own)
 
 
 class _Thread(threading.local):
@@ -113,8 +123,10 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.frames: list[Frame] = []
+        # The frames as a recogniser is told them, until they change.
+        self.stack: Stack | None = None
         self.calls = 0
-        self.pending: list[Pending] = []
+        self.counter = CallCounter()
         self.recogniser: Recogniser | None = None
         self.is_on = False
         # Where weights are collected that somebody waits for, and an error that waits to be raised.
@@ -123,9 +135,9 @@ class _Thread(threading.local):
 
 
 class Watch(AbstractContextManager[Seen]):
-    """The passive watch: two global hooks that find the model's modules, and a recogniser while one of them runs.
+    """The passive watch: it is told which of the model's modules run, and has a recogniser on while one of them does.
 
-    The hooks are torch's global ones: a hook on the encoder's own modules would switch its fast path off.
+    Left by an exception, or dropped without being left, it closes.
     """
 
     def __init__(self, model: nn.Module, sample_rows: int | None, every: int) -> None:
@@ -139,83 +151,70 @@ class Watch(AbstractContextManager[Seen]):
         self._names: dict[nn.Module, str] = {}
         self._heads: dict[nn.Module, int | None] = {}
         self._parameters: frozenset[int] = frozenset()
-        self._stack = ExitStack()
+        self._close: weakref.finalize[..., Any] | None = None
         self.seen = Seen()
 
     def __enter__(self) -> Seen:
         if self._names:
             raise InvalidValueError("a watch is entered once; call watch(model) again for another")
         self._names = name_modules(self._model)
-        with ExitStack() as stack:
-            # Loaded only where something may be compiled: importing the compiler takes a second.
-            if {"torch._dynamo", "torch.nn.attention.flex_attention"} & set(sys.modules):
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
-                stack.enter_context(_without_warning(_COMPILED_WARNING))
-                if is_compiled(self._model):
-                    self.seen.notes.append(_EAGER)
-            stack.callback(add_module_hooks(self._begin_module, self._end_module))
-            if torch.is_autocast_enabled(_device_of(self._model)):
-                # Weights that were cast before would not be known for weights.
-                torch.clear_autocast_cache()
-            self._stack = stack.pop_all()
+        if is_compiler_loaded() and is_compiled(self._names):
+            self.seen.notes.append(_EAGER)
+        if torch.is_autocast_enabled(_device_of(self._model)):
+            # Weights that were cast before would not be known for weights.
+            torch.clear_autocast_cache()
+        self._close = weakref.finalize(self, listen(self))
         return self.seen
 
     def __exit__(self, *details: object) -> None:
         try:
-            self._stack.close()
+            if self._close is not None:
+                self._close()
         finally:
-            # An interrupt passes the hooks by.
             self._thread.frames.clear()
             self._stop()
 
-    # Hooks
+    # Calls of modules
 
-    def _begin_module(self, module: nn.Module, args: Any) -> None:
-        path = self._names.get(module)
-        if path is None:
-            return
+    def follows(self, module: nn.Module) -> bool:
+        """Whether a module is one of the model's."""
+        return module in self._names
+
+    def count_running(self) -> int:
+        """How many modules of the model run in this thread."""
+        return len(self._thread.frames)
+
+    def begin_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A module of the model is about to run."""
         thread = self._thread
-        if not thread.frames and not is_in_backward():
-            self._begin_call()
+        if not thread.frames:
+            thread.counter.restart()
+            if not is_in_backward():
+                self._begin_call()
         recogniser = thread.recogniser
         products, taken = (0, 0) if recogniser is None else (recogniser.products, recogniser.taken)
         number = thread.calls = thread.calls + 1
-        heads = self._heads.get(module)
-        if heads is None:
-            heads = self._heads[module] = read_heads(module)
-        thread.frames.append(Frame(number, module, path, heads, products, taken, len(thread.pending)))
+        if module not in self._heads:
+            self._heads[module] = read_heads(module)
+        path, heads = self._names[module], self._heads[module]
+        thread.frames.append(Frame(number, module, path, heads, products, taken, args, kwargs))
+        thread.stack = None
 
-    def _end_module(self, module: nn.Module, args: Any, *rest: Any) -> None:
-        # After an exception torch hands over no keyword arguments.
-        kwargs, output = rest if len(rest) == 2 else ({}, None)
+    def end_module(self, running: int, output: Any, *, has_failed: bool) -> None:
+        """A module has ended, by an exception or not; `running` of the model's modules ran when it began."""
         thread = self._thread
-        if not any(frame.module is module for frame in thread.frames):
-            return
-        while thread.frames[-1].module is not module:
-            thread.frames.pop()
-        frame = thread.frames[-1]
         recogniser = thread.recogniser
-        if thread.is_on and recogniser is not None:
+        if thread.is_on and not has_failed and recogniser is not None and len(thread.frames) == running + 1:
+            frame = thread.frames[-1]
             if recogniser.products > frame.products and recogniser.taken == frame.taken:
                 recogniser.leave_module(frame.path, find_tensors(output))
-            self._tell_padding(frame, args, kwargs)
-        thread.frames.pop()
+        del thread.frames[running:]
+        thread.stack = None
         if not thread.frames:
-            self._end_call()
+            self._end_call(has_failed)
         error, thread.error = thread.error, None
-        if error is not None and output is not None:
+        if error is not None and not has_failed:
             raise error
-
-    def _tell_padding(self, frame: Frame, args: Any, kwargs: dict[str, Any]) -> None:
-        open_ones = [one for one in self._thread.pending[frame.pending :] if not one.is_told]
-        if not open_ones:
-            return
-        given = bind_forward(frame.module, args, kwargs)
-        for one in open_ones:
-            batch, queries, keys = one.batch, one.queries, one.keys if one.is_self else None
-            told, tokens = read_tokens(given, batch, queries, keys)
-            if told:
-                one.tell(tokens)
 
     # A call of the model
 
@@ -232,39 +231,36 @@ class Watch(AbstractContextManager[Seen]):
             return
         if thread.recogniser is None:
             thread.recogniser = Recogniser(self._take, self._locate, self._is_parameter, self._sample_rows)
-        # Quantised weights are buffers of integers.
-        learnt = [*self._model.parameters(), *(b for b in self._model.buffers() if not b.is_floating_point())]
-        addresses = frozenset(storage_address(tensor) for tensor in learnt)
+        learnt = find_learnt(self._names)
+        addresses = frozenset(map(storage_address, learnt))
         if addresses != self._parameters:
             self._parameters = addresses
             self.seen.held += [WeakStorage(tensor) for tensor in learnt if storage_address(tensor)]
         thread.recogniser.is_measuring = turn
-        thread.recogniser.__enter__()
+        # First, so that an interrupt in between leaves no recogniser behind.
         thread.is_on = True
+        thread.recogniser.__enter__()
 
-    def _end_call(self) -> None:
-        pending, self._thread.pending = self._thread.pending, []
+    def _end_call(self, has_failed: bool) -> None:
         self._stop()
-        with self._lock:
-            for one in pending:
-                self.seen.add(one)
 
     def _stop(self) -> None:
         thread = self._thread
         if thread.is_on and thread.recogniser is not None:
+            leave_mode(thread.recogniser)
             thread.is_on = False
-            if is_mode_on_top(thread.recogniser) or is_mode_active(thread.recogniser):
-                thread.recogniser.__exit__(None, None, None)
             thread.recogniser.memory.end_call()
-        thread.pending = []
 
     def _locate(self) -> Stack:
-        frames = self._thread.frames
-        stack = tuple((frame.number, frame.path, frame.heads) for frame in frames)
-        if frames and isinstance(frames[-1].module, nn.TransformerEncoderLayer):
-            # The fast path computes its attention without calling it.
-            stack += ((0, f"{frames[-1].path}.self_attn".removeprefix("."), None),)
-        return stack
+        thread = self._thread
+        if thread.stack is None:
+            frames = thread.frames
+            stack = tuple((frame.number, frame.path, frame.heads) for frame in frames)
+            if frames and isinstance(frames[-1].module, nn.TransformerEncoderLayer):
+                # The fast path computes its attention without calling it.
+                stack += ((frames[-1].number, f"{frames[-1].path}.self_attn".removeprefix("."), None),)
+            thread.stack = stack
+        return thread.stack
 
     def _is_parameter(self, address: int) -> bool:
         return address in self._parameters
@@ -276,25 +272,32 @@ class Watch(AbstractContextManager[Seen]):
                 with self._lock:
                     self.seen.miss(candidate.path, candidate.reason)
             return
-        batch, _, queries, keys = call.shape
-        tokens = read_keys(call)
-        record = self.seen.note_scale(candidate.path, call)
-        with self._lock:
-            self.seen.note_heads(candidate.path, call)
-            drawn = self.seen.draw_rows(candidate.path, call, tokens)
-        first = call.first_position
+        number, path = candidate.stack[-1][:2] if candidate.stack else (0, "")
+        layer = self._thread.counter.find(path, number)
+        with without_modes(), torch.no_grad():
+            tokens, padding = self._find_padding(call)
+        record = self.seen.note_scale(layer, call)
         causes = read_causes(call, tokens, record.d_k)
-        self._thread.pending.append(
-            Pending(
-                candidate.path,
-                candidate.statistics,
-                batch,
-                queries,
-                keys,
-                first is not None,
-                first,
-                tokens,
-                causes=causes,
-                drawn=drawn,
-            )
-        )
+        with self._lock:
+            if layer.call == MOST_CALLS - 1:
+                self.seen.note_loop(path)
+            self.seen.note_heads(path, call)
+            self.seen.keep(layer, call, tokens)
+            self.seen.add(layer, SeenRows(candidate.statistics, call.first_position, tokens, causes), padding)
+
+    def _find_padding(self, call: SeenCall) -> tuple[Tensor | None, Padding]:
+        """Which rows `[B, L]` of a call are tokens, None for all, and by whom it was told."""
+        batch, _, queries, keys = call.shape
+        own_keys = None if call.first_position is None else keys
+        # A module inside was called without a mask: what one around it was told is about other tokens, or says "all".
+        is_unmasked = False
+        for frame in reversed(self._thread.frames):
+            is_told, tokens = read_tokens(frame.given, batch, queries, own_keys)
+            if not is_told:
+                continue
+            if tokens is None:
+                is_unmasked = True
+            elif not is_unmasked or bool(tokens.all()):
+                return tokens, "attention mask"
+        tokens = read_keys(call)
+        return tokens, "unknown" if tokens is None else "key padding"
