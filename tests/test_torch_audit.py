@@ -257,3 +257,39 @@ def test_hostile_names_are_data_and_the_record_comes_back(batch):
     assert audited.heads[0].layer == "<script>alert(1)</script>"
     assert "<script" not in audited._repr_html_()
     assert Audit.from_json(json.loads(json.dumps(audited.as_json(), allow_nan=False))) == audited
+
+
+def test_layers_that_share_their_weights_are_audited_one_by_one():
+    from transformers import AlbertConfig, AlbertModel
+
+    torch.manual_seed(0)
+    passes = 4
+    config = AlbertConfig(
+        vocab_size=100,
+        embedding_size=16,
+        hidden_size=WIDTH,
+        num_hidden_layers=passes,
+        num_attention_heads=HEADS,
+        intermediate_size=2 * WIDTH,
+    )
+    model = AlbertModel(config)
+    found = audit(model, {"input_ids": torch.randint(100, (2, 160))})
+    (path,) = {name.rsplit(" (call", 1)[0] for name in found.layers}
+    assert list(found.layers) == [f"{path} (call {call})" for call in range(passes)]
+    assert dict(model.named_modules())[path] is not None
+    assert [head.call for head in found.heads] == [call for call in range(passes) for _ in range(HEADS)]
+    assert [(one.call, one.layer_index, one.declared_by is not None) for one in found.scale] == [
+        (call, call, True) for call in range(passes)
+    ]
+    assert f"Audit of AlbertModel: {passes} layers, {passes * HEADS} heads" in repr(found)
+    assert f"each call a layer: {path} ({passes} times)." in repr(found)
+    assert Audit.from_json(json.loads(json.dumps(found.as_json()))) == found
+    # Each layer has the rows of its own pass.
+    assert {head.rows for head in found.heads} == {320}
+    assert len({head.entropy_ratio for head in found.heads}) == passes * HEADS
+
+
+def test_a_module_that_is_called_once_has_no_call():
+    found = audit(build(), torch.randn(2, 40, WIDTH))
+    assert {head.call for head in found.heads} == {one.call for one in found.scale} == {None}
+    assert "each call a layer" not in repr(found)

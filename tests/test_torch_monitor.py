@@ -87,6 +87,22 @@ def test_training_is_the_same_to_the_bit_and_nothing_stays_behind():
         assert torch.equal(one, other)
 
 
+def test_calls_of_one_module_are_layers_and_clipped_once():
+    torch.manual_seed(0)
+    model, looks = Stack(Fused()), Looks()
+    with Monitor(model, to=looks, every=1, clip=1.0) as monitor:
+        model(X)
+        monitor.step()
+    ((_, entry),) = looks
+    assert list(entry["layers"]) == ["layers.0 (call 0)", "layers.0 (call 1)"]
+    one, other = (layer["max_logit"] for layer in entry["layers"].values())
+    assert one != other
+    clipped = entry["clipped"]
+    assert clipped["of_heads"] == 4
+    assert {head["layer"] for head in clipped["heads"]} == {"layers.0"}
+    assert len({head["head"] for head in clipped["heads"]}) == len(clipped["heads"]) > 0
+
+
 def test_evaluation_between_steps_is_not_looked_at():
     model, looks = make_model(), Looks()
     with Monitor(model, to=looks, every=1) as monitor:

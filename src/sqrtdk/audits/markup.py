@@ -155,7 +155,7 @@ def _class(column: str) -> str:
 def render_heads(heads: Sequence[AuditedHead]) -> str:
     """Every number of every head in one table."""
     names = [item.name for item in fields(heads[0])] if heads else []
-    columns = [name for name in names if name != "layer_index"]
+    columns = [name for name in names if name not in ("layer_index", "call")]  # the layer's name has the call
     head = "".join(f"<th{_class(name)}>{escape(name.replace('_', ' '))}</th>" for name in columns)
     rows = "".join(
         "<tr>" + "".join(f"<td{_class(name)}>{escape(_write(getattr(one, name)))}</td>" for name in columns) + "</tr>"

@@ -65,6 +65,16 @@ def describe_spread(spreads: Sequence[Mapping[str, float] | None]) -> list[str]:
     ]
 
 
+def describe_calls(scales: Sequence[AuditedScale]) -> list[str]:
+    """Modules that are called several times in a forward pass, with the same weights: each call is a layer."""
+    calls = Counter(one.layer.removesuffix(f"(call {one.call})").rstrip() for one in scales if one.call is not None)
+    if not calls:
+        return []
+    named = [f"{path or 'the model itself'} ({times} times)" for path, times in list(calls.items())[:_MOST_NAMED]]
+    more = f" and {len(calls) - _MOST_NAMED} more" if len(calls) > _MOST_NAMED else ""
+    return [f"Called several times in a forward pass, each call a layer: {', '.join(named)}{more}."]
+
+
 def describe_scale(scales: Sequence[AuditedScale]) -> list[str]:
     """The scale in one line if all layers agree, else a line per scale; why, where it is not known."""
     groups: dict[tuple[str, int], list[AuditedScale]] = {}

@@ -10,7 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from sqrtdk.audits.reading import describe_findings, describe_patterns, describe_scale, describe_spread, describe_unseen
+from sqrtdk.audits.reading import (
+    describe_calls,
+    describe_findings,
+    describe_patterns,
+    describe_scale,
+    describe_spread,
+    describe_unseen,
+)
 from sqrtdk.counterfactual import Variation
 from sqrtdk.display import count
 from sqrtdk.errors import InvalidTypeError, InvalidValueError
@@ -30,7 +37,7 @@ class AuditedHead:
     """What one head did; a number is None where no row had it.
 
     Attributes:
-        layer: module path.
+        layer: module path, with the call where a module is called several times in a forward pass: "layer (call 3)".
         layer_index: place of the layer in the order of first calls.
         head: query head, from 0.
         pattern: as `sqrtdk.diagnosis.patterns` names it.
@@ -41,6 +48,7 @@ class AuditedHead:
         rows: how many rows were seen, `rows_judged` those of them that see at least 32 keys.
         spread: standard deviation of the scores (`std`) and its factors `width`, `length`, `distinct`, `alignment`, as
             `CauseSplit.parts` has them; None where one of them is not known.
+        call: which call of its module in a forward pass the layer is; None where the module is called once.
     """
 
     layer: str
@@ -59,12 +67,17 @@ class AuditedHead:
     rows: int
     rows_judged: int
     spread: Mapping[str, float] | None = None
+    call: int | None = None
 
     @staticmethod
     def of(
-        layer: str, layer_index: int, summary: HeadSummary, spreads: Sequence[Mapping[str, float] | None] = ()
+        layer: str,
+        layer_index: int,
+        summary: HeadSummary,
+        spreads: Sequence[Mapping[str, float] | None] = (),
+        call: int | None = None,
     ) -> list[AuditedHead]:
-        """The heads of a layer's summary, with the spread of each if it is known."""
+        """The heads of a layer's summary, with the spread of each if it is known, and the call if there are several."""
         names, judged = patterns(summary), rows_that_see(summary, ENOUGH_KEYS)
         keys = summary.max_keys
         commonest = keys.offsets[:, 1:-1].argmax(axis=1) - FARTHEST
@@ -89,6 +102,7 @@ class AuditedHead:
                     rows=int(summary.rows_seen[head]),
                     rows_judged=int(judged[head]),
                     spread=spreads[head] if spreads else None,
+                    call=call,
                 )
             )
         return heads
@@ -99,7 +113,7 @@ class AuditedScale:
     """The scale of one layer: declared, measured, and how it was measured; None where it is not known.
 
     Attributes:
-        layer: module path.
+        layer: module path, with the call where a module is called several times in a forward pass.
         layer_index: place of the layer in the order of first calls.
         declared: what the configuration, else the model's family, says; `declared_by` names which.
         measured: what multiplies the product of the projections' outputs.
@@ -111,6 +125,7 @@ class AuditedScale:
         dtype: what q and k are rounded to, and `logits_dtype` what the logits are.
         on_the_mask: what a mask with finite entries was multiplied by after it was added.
         difference: the largest difference between the recovered weights and the model's own, where those are seen.
+        call: which call of its module in a forward pass the layer is; None where the module is called once.
     """
 
     layer: str
@@ -129,6 +144,7 @@ class AuditedScale:
     logits_dtype: str
     on_the_mask: float | None = None
     difference: float | None = None
+    call: int | None = None
 
     def __post_init__(self) -> None:
         numbers = ("declared", "measured", "at_the_call", "before_the_call", "softcap", "on_the_mask", "difference")
@@ -264,6 +280,7 @@ class Audit:
         """Sentences about the patterns, the scale, the findings and what could not be seen, made from the numbers."""
         return [
             *describe_patterns(self.pattern_counts),
+            *describe_calls(self.scale),
             *describe_scale(self.scale),
             *describe_spread([head.spread for head in self.heads]),
             describe_findings(self.findings),

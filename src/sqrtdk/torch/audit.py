@@ -172,6 +172,7 @@ def _judge(model: nn.Module, seen: Seen, batch: str) -> Audit:
                 logits_dtype=record.logits_dtype,
                 on_the_mask=record.on_the_mask,
                 difference=record.difference,
+                call=record.call,
             )
         )
     findings = diagnose(
@@ -181,11 +182,12 @@ def _judge(model: nn.Module, seen: Seen, batch: str) -> Audit:
     )
     missed = seen.unattributed
     varied, spreads = _vary(seen), _split_spreads(seen, scales)
+    calls = {scale.layer: scale.call for scale in scales}
     return Audit(
         heads=[
             head
             for path, summary in layers.items()
-            for head in AuditedHead.of(path, index[path], summary, spreads.get(path, ()))
+            for head in AuditedHead.of(path, index[path], summary, spreads.get(path, ()), calls[path])
         ],
         findings=[replace(one, layer_index=index[one.layer]) for one in findings if one.layer is not None],
         scale=scales,
