@@ -224,8 +224,8 @@ def test_ablation_with_learning_rates_shows_the_best_and_all_final_losses():
     assert shown == {y for run in record.curves["runs"] if run["lr"] == 1e-3 for y in run["loss"]}
     by_rate = panel_named(figure, "Final held-out loss by learning rate")
     points = [series for series in by_rate.series if isinstance(series, Points)]
-    assert sum(len(series.x) for series in points) == len(record.tables["runs"])
-    assert "best learning rate" in figure.caption
+    assert sum(len(series.x) for series in points) == len(record.tables["selection_runs"]) == 3 * 2 * 2 * 3
+    assert "its own learning rate, chosen on the seeds that the losses by learning rate show" in figure.caption
     assert list(figure.legend())[:2] == ["no scaling", "1/√dₖ"]
 
 

@@ -74,7 +74,7 @@ def test_only_what_is_asked_for_is_computed(monkeypatch):
 
 def test_every_topic_is_told_under_its_name():
     """What a section asks for is what the page finds under that name."""
-    assert {topic_of(record) for record in every_kind().values()} | {"learned"} >= set(list_topics(None))
+    assert {topic_of(record) for record in every_kind().values()} | {"learned", "widths"} >= set(list_topics(None))
 
 
 def test_a_model_that_is_not_installed_is_not_audited(monkeypatch):

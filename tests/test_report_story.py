@@ -9,10 +9,12 @@ from example_records import every_kind, make_ablation, make_swap
 from sqrtdk.audits import Audit
 from sqrtdk.audits.shipped import read_shipped
 from sqrtdk.exercises import condensation, gradients, variance
+from sqrtdk.lab.shipped import load_ablation
 from sqrtdk.report import figure_for, story_figures, training_figures
 from sqrtdk.report.answer import answer
 from sqrtdk.report.model_figures import show_heads
 from sqrtdk.report.panels import Heatmap, Line, Points
+from sqrtdk.report.story import Material, tell
 
 
 def with_losses(record, **losses):
@@ -65,7 +67,7 @@ def test_below_condensation_the_answer_does_not_claim_it():
 def test_training_that_does_not_fail_is_said_so():
     record = with_losses(make_ablation(), none=0.004)
     assert "does not fail here" in answer({"ablation": record})[0]
-    assert training_figures.show_learning(record).title.startswith("Without scaling the model learns as well")
+    assert training_figures.show_learning(record).title.startswith("Without scaling the model learns, too")
 
 
 def test_training_that_learns_nothing_decides_nothing():
@@ -80,8 +82,9 @@ def test_the_control_is_part_of_the_answer_where_it_was_made():
         for row in record.tables["best"]
     ]
     rescued = replace(record, tables={**record.tables, "best": cured})
-    assert "unless weights that start smaller make up for it (0.01)" in answer({"ablation": rescued})[0]
-    assert "nor with smaller weights" in training_figures.show_learning(record).title
+    assert "unless W_q and W_k start smaller in its place (0.01)" in answer({"ablation": rescued})[0]
+    assert training_figures.show_learning(rescued).title.endswith("unless it has the start of 1/√dₖ (0.01)")
+    assert training_figures.show_learning(record).title.endswith("nor with the start of 1/√dₖ alone")
     assert "unless" not in answer({"ablation": record})[0]
 
 
@@ -148,10 +151,79 @@ def test_decades_are_few_and_hold_the_ends():
 # Training
 
 
+def at_sizes(**solved):
+    """An ablation at two sizes with the controls, and so many solved runs of eight by setting and size."""
+    record = make_ablation(d_ks=(16, 64), inits=("unit", "absorbed"))
+    best = [{**row, "qk_step": step} for row in record.tables["best"] for step in ("unit", "absorbed")]
+    shares = {"none": (0, 0), "sqrt": (1, 1), "start": (1, 0), "both": (1, 1)} | solved
+    names = {
+        ("none", "unit", "unit"): "none",
+        ("sqrt", "unit", "unit"): "sqrt",
+        ("none", "absorbed", "unit"): "start",
+        ("none", "absorbed", "absorbed"): "both",
+    }
+    kept = [
+        {**row, "solved_fraction": share, "solved_interval": [0.7 * share, 0.3 + 0.7 * share]}
+        for row in best
+        if (name := names.get((row["scale"], row["init"], row["qk_step"])))
+        for share in [shares[name][row["d_k"] == 64]]
+    ]
+    runs = [{**run, "qk_step": step} for run in record.tables["runs"] for step in ("unit", "absorbed")]
+    return replace(record, tables={**record.tables, "best": kept, "runs": runs})
+
+
+def test_widths_are_told_by_the_share_of_runs_that_learn():
+    assert training_figures.show_widths(at_sizes()).title == (
+        "At dₖ = 16, 64 most runs learn with 1/√dₖ at each, without scaling at none, "
+        "without it but with its start alone at 16, with its start and step at each"
+    )
+    other = at_sizes(sqrt=(0, 1), none=(1, 1), start=(0.5, 0.5))
+    assert training_figures.show_widths(other).title.startswith(
+        "At dₖ = 16, 64 most runs learn with 1/√dₖ at 64, without scaling at each, without it but with its start alone "
+        "at none"
+    )
+    sentence = answer({"widths": at_sizes(start=(1, 0.25)), "ablation": make_ablation()})[0]
+    assert "0%, 0% learn the task without the scale and 100%, 100% with 1/√dₖ" in sentence
+    assert "with its start alone 100%, 25%, with its start and step 100%, 100%" in sentence
+
+
+def test_a_record_that_ships_names_its_command_and_day():
+    assert "sqrtdk ablate" not in training_figures.show_widths(at_sizes()).caption
+    record = load_ablation()
+    for figure in (training_figures.show_widths(record), training_figures.show_rates(record)):
+        assert figure.caption.endswith(record.spec["command"])
+        assert record.spec["date"] in figure.caption
+
+
+def test_lines_of_every_control_are_drawn_apart():
+    (panel,) = training_figures.show_widths(at_sizes()).panels
+    lines = {series.group: series.dash for series in panel.series if isinstance(series, Line)}
+    assert lines == {
+        "no scaling": "solid",
+        "1/√dₖ": "solid",
+        "no scaling, rescaled init": "dash",
+        "no scaling, rescaled init and step": "dashdot",
+    }
+    assert len(training_figures.show_rates(load_ablation()).panels) == 3
+
+
+def test_the_training_chapter_is_told_from_what_is_there():
+    both = Material({"ablation": make_ablation(), "widths": load_ablation()})
+    assert [exhibit.source for exhibit in tell("training", both).exhibits] == ["ablation", "widths", "widths"]
+    shipped = Material({"widths": load_ablation()})
+    assert [exhibit.table for exhibit in tell("training", shipped).exhibits] == ["best", "selection"]
+    live = tell("training", Material({"ablation": make_ablation(lrs=(1e-3, 3e-3))}))
+    assert [exhibit.source for exhibit in live.exhibits] == ["ablation", "ablation"]
+    assert live.exhibits[0].says == (
+        "Seed by seed the loss without scaling is higher than with 1/√dₖ in 3 of 3 pairs; by 2.3 to 2.7 nats "
+        "(95% interval)."
+    )
+
+
 def test_learning_rates_are_counted_by_what_they_reach():
     record = make_ablation(lrs=(3e-4, 1e-3, 3e-3), seeds=2)
     assert training_figures.show_rates(record).title == (
-        "Unscaled, the task is learned at none of 3 learning rates; with 1/√dₖ at 3"
+        "Unscaled, the task is learned at 0 of 3 learning rates; with 1/√dₖ at 3"
     )
     assert training_figures.show_rates(make_ablation()) is None
 

@@ -13,6 +13,7 @@ from sqrtdk.audits import Audit
 from sqrtdk.claims import Evidence, check_claims
 from sqrtdk.errors import SqrtdkError, missing_extra, unknown_name
 from sqrtdk.families import load_zoo
+from sqrtdk.lab.shipped import load_ablation
 from sqrtdk.records import Record
 from sqrtdk.report.story import SECTIONS
 
@@ -78,14 +79,15 @@ def compute_records(
         "ablation": lambda: evidence.learning,
         "learned": lambda: evidence.temperatures,
         "swap": lambda: evidence.swap,
+        "widths": load_ablation,
         "zoo": load_zoo,
     }
     records = []
     for index, topic in enumerate(sorted(topics, key=list(makers).index)):
         on_step(f"making the record of {topic}", index / len(topics))
         record = makers[topic]()
-        # The zoo comes with sqrtdk: a store need not hold it.
-        records.append(record if topic == "zoo" else evidence.lab.keep(record))
+        # These come with sqrtdk: a store need not hold them.
+        records.append(record if topic in ("widths", "zoo") else evidence.lab.keep(record))
     return records
 
 

@@ -1,13 +1,15 @@
-"""What claims rest on beyond a formula: a seed, and experiments that are made once, when one is first asked for."""
+"""Evidence for claims beyond a formula: a seed, and experiments that are made once, when one is first asked for."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 
 from sqrtdk.lab import AblationSpec, Lab, ablate, swap_scale
+from sqrtdk.lab.shipped import chosen_rates, load_ablation
 from sqrtdk.records import Record
 
-LEARNING_RATES = (3e-4, 1e-3, 3e-3)
+_D_K = 64
 
 
 class Evidence:
@@ -34,15 +36,24 @@ class Evidence:
 
     @cached_property
     def learning(self) -> Record:
-        """Ablation of none, √dₖ and dₖ at three learning rates, beside the control: the scale inside the weights."""
+        """Ablation of none, √dₖ and dₖ beside none with the start of √dₖ, without and with its step.
+
+        Each has the learning rate that the shipped ablation chose for it, on seeds other than these.
+        """
         spec = AblationSpec(
             scales=("none", "sqrt", "inverse"),
+            d_ks=(_D_K,),
             seeds=self.seeds,
             steps=self.steps,
-            lrs=LEARNING_RATES,
-            also=(("none", "absorbed"),),
+            also=(("none", "absorbed"), ("none", "absorbed", "absorbed")),
         )
-        return ablate(spec, self.lab)
+        known = chosen_rates(_D_K)
+        return ablate(replace(spec, rates={choice: known[choice] for choice in spec.choices()}), self.lab)
+
+    @property
+    def widths(self) -> Record:
+        """The ablation at three widths that comes with sqrtdk."""
+        return load_ablation()
 
     @cached_property
     def temperatures(self) -> Record:

@@ -1,27 +1,52 @@
-"""Claims that only training can decide: whether models learn without the scale, and whether trained ones need it."""
+"""Claims that only training can decide: learning without the scale, at several widths, and of trained models.
+
+A verdict comes from 95% intervals. Where they leave both answers possible it is `undecided`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from sqrtdk.claims.claim import Finding, Verdict, claim
-from sqrtdk.claims.evidence import LEARNING_RATES, Evidence
+from sqrtdk.claims.evidence import Evidence
 from sqrtdk.display import count
 from sqrtdk.errors import SqrtdkError
 from sqrtdk.lab import RunSpec
+from sqrtdk.lab.ablation import OUTCOMES, show_difference, show_loss
+from sqrtdk.lab.intervals import Interval, share_difference, wilson
 from sqrtdk.lab.outcomes import or_infinite
+from sqrtdk.records import Record, Row
 from sqrtdk.setting_names import name_setting
 
+UNDECIDED = "In {steps} steps not even the models with 1/√dₖ learn the task: more steps are needed to decide."
+_TOO_FEW = "{seeds} too few to decide: the 95% intervals leave both answers possible."
 
-def _loss(value: float | None) -> str:
-    return "∞" if value is None else f"{value:.2g}"
+# Shares of runs that differ by less than half of the runs count as equal.
+_SHARE_MARGIN = 0.5
 
 
 def require_runs(rows: Iterable[Mapping[str, Any]]) -> None:
     """Without any finished run there is nothing to decide by; the store or the record has the message of each."""
     if any(row["n"] == 0 for row in rows):
         raise SqrtdkError("every training run of a setting failed; `sqrtdk ablate --json` shows their messages")
+
+
+def solves_more_by(row: Row, other: Row) -> Interval:
+    """The 95% interval of how much larger the share of solved runs is than that of another row."""
+    solved, others = (round(one["solved_fraction"] * one["n"]) for one in (row, other))
+    return share_difference(solved, row["n"], others, other["n"])
+
+
+def explain_doubt(row: Row, steps: int) -> str:
+    """Why nothing is decided, from the row of the models with 1/√dₖ."""
+    if row["solved_fraction"] < 0.5:
+        return UNDECIDED.format(steps=steps)
+    return _TOO_FEW.format(seeds=f"{count(row['n'], 'seed')} {'is' if row['n'] == 1 else 'are'}")
+
+
+def _solved(row: Row) -> str:
+    return f"{round(row['solved_fraction'] * row['n'])} of {row['n']}"
 
 
 @claim(
@@ -34,75 +59,205 @@ def _trained(evidence: Evidence) -> Finding:
     stages = {stage["stage"]: stage for stage in evidence.swap.tables["summary"]}
     require_runs(stages.values())
     trained, swapped, continued, scratch = (stages[name] for name in ("trained", "swapped", "continued", "scratch"))
-    learned, stays, recovers, starts = (
-        stage["solved_fraction"] >= 0.5 for stage in (trained, swapped, continued, scratch)
-    )
-    verdict: Verdict = "wrong"
-    if not learned:
-        verdict = "depends"
-    elif not starts and (recovers or stays):
-        verdict = "holds" if recovers and stays else "depends"
+    verdict = _judge_trained(trained, swapped, continued, scratch)
     lost = or_infinite(swapped["loss_median"]) > or_infinite(trained["loss_median"])
     why = (
-        f"From a random start without scale {scratch['solved_fraction']:.0%} of the runs solve the task; "
-        f"a trained model that loses its scale still solves it in {swapped['solved_fraction']:.0%}"
+        f"From a random start without scale {_solved(scratch)} runs solve the task; "
+        f"a trained model that loses its scale still solves it in {_solved(swapped)}"
         + (", with a higher loss" if lost else "")
-        + f", and after training on in {continued['solved_fraction']:.0%}."
+        + f", and after training on in {_solved(continued)}."
     )
     return Finding(
         f"recall, held-out loss (median of {count(trained['n'], 'seed')}): trained with √dₖ "
-        f"{_loss(trained['loss_median'])}, "
-        f"scale then removed {_loss(swapped['loss_median'])}, trained on without {_loss(continued['loss_median'])}; "
-        f"without from the start {_loss(scratch['loss_median'])} (chance {RunSpec().make_task().chance_loss:.2g})",
+        f"{show_loss(trained['loss_median'])}, scale then removed {show_loss(swapped['loss_median'])}, "
+        f"trained on without {show_loss(continued['loss_median'])}; "
+        f"without from the start {show_loss(scratch['loss_median'])} (chance {RunSpec().make_task().chance_loss:.2g})",
         verdict,
-        why if learned else UNDECIDED.format(steps=evidence.steps),
-        {name: {key: stage[key] for key in ("loss_median", "solved_fraction", "n")} for name, stage in stages.items()},
+        explain_doubt(trained, evidence.steps) if verdict == "undecided" else why,
+        {
+            **{
+                name: {key: stage[key] for key in ("loss_median", "solved_fraction", "n")}
+                for name, stage in stages.items()
+            },
+            "trained_minus_scratch": list(solves_more_by(trained, scratch)),
+            "swapped_minus_scratch": list(solves_more_by(swapped, scratch)),
+            "continued_minus_scratch": list(solves_more_by(continued, scratch)),
+        },
     )
+
+
+def _judge_trained(trained: Row, swapped: Row, continued: Row, scratch: Row) -> Verdict:
+    if trained["solved_fraction"] < 0.5:
+        return "undecided"
+    critical, kept = solves_more_by(trained, scratch), solves_more_by(swapped, scratch)
+    if critical.high < _SHARE_MARGIN:
+        return "wrong"
+    if critical.low > 0.0 and kept.low > 0.0:
+        return "holds"
+    if critical.low > 0.0 and kept.high < _SHARE_MARGIN:
+        # As bad as if it had never had the scale: what is left is whether training on mends it.
+        return "depends" if solves_more_by(continued, scratch).low > 0.0 else "wrong"
+    return "undecided"
 
 
 @claim("grad.learning", "all", "without scaling, learning slows or fails", trains=True)
 def _learning(evidence: Evidence) -> Finding:
     record = evidence.learning
     require_runs(record.tables["best"])
-    best = {(row["scale"], row["init"]): row for row in record.tables["best"]}
-    none, sqrt, inverse = (best[name, "unit"] for name in ("none", "sqrt", "inverse"))
-    absorbed = best["none", "absorbed"]
-    paired = next(
-        row
-        for row in record.tables["comparisons"]
-        if (row["basis"], row["scale"], row["init"]) == ("best_lr", "none", "unit")
-    )
-    learned = sqrt["solved_fraction"] >= 0.5
-    fails = none["solved_fraction"] < sqrt["solved_fraction"] and paired["higher"] > paired["lower"]
-    control_learns = absorbed["solved_fraction"] > none["solved_fraction"]
+    best = {(row["scale"], row["init"], row["qk_step"]): row for row in record.tables["best"]}
+    none, sqrt, inverse = (best[name, "unit", "unit"] for name in ("none", "sqrt", "inverse"))
+    start, both = (best["none", "absorbed", step] for step in ("unit", "absorbed"))
+    paired = _find_comparison(record, "none")
+    fails, rescued, lacks = solves_more_by(sqrt, none), solves_more_by(start, none), solves_more_by(sqrt, start)
+    verdict: Verdict = "undecided"
+    if sqrt["solved_fraction"] < 0.5:
+        why = ""
+    elif paired["outcome"] in ("as well", "better"):
+        verdict, why = "wrong", f"At its own learning rate the model without scaling does {paired['outcome']} here."
+    elif fails.low > 0.0 and rescued.low > 0.0:
+        verdict, why = "depends", _explain_start(none, sqrt, start, both)
+    elif fails.low > 0.0 and lacks.low > 0.0:
+        verdict, why = "holds", f"A rescaled init does not make up for it: {_solved(start)} runs solve the task."
     listed = "; ".join(
-        f"{name_setting(row['scale'], row['init'])} {_loss(row['final_loss_median'])} "
-        f"({row['solved_fraction']:.0%} solved)"
-        for row in (none, sqrt, inverse, absorbed)
+        f"{name_setting(row['scale'], row['init'], qk_step=row['qk_step'])} {show_loss(row['final_loss_median'])} "
+        f"({_solved(row)} solved)"
+        for row in (none, sqrt, inverse, start, both)
     )
     return Finding(
-        f"recall at dₖ {sqrt['d_k']}, each at its own best of {len(LEARNING_RATES)} learning rates, median loss of "
-        f"{count(sqrt['n'], 'seed')}: {listed}; no scaling above 1/√dₖ in {paired['higher']} of "
-        f"{count(paired['n'], 'pair')} "
-        f"(Wilcoxon p = {paired['wilcoxon_p']:.2g})",
-        ("depends" if control_learns or not learned else "holds") if fails or not learned else "wrong",
-        _explain_learning(fails, control_learns) if learned else UNDECIDED.format(steps=evidence.steps),
+        f"recall at dₖ {sqrt['d_k']}, each at a learning rate chosen on other seeds, median loss of "
+        f"{count(sqrt['n'], 'seed')}: {listed}; 1/√dₖ solves it in {_show_percents(fails)} points more of the runs "
+        "than no scaling (95% interval)",
+        verdict,
+        explain_doubt(sqrt, evidence.steps) if verdict == "undecided" else why,
         {
-            f"{scale},{init}": {key: row[key] for key in ("lr", "final_loss_median", "solved_fraction", "n")}
-            for (scale, init), row in best.items()
+            **{
+                ",".join(name[: 2 if name[2] == "unit" else 3]): {
+                    key: row[key] for key in ("lr", "final_loss_median", "solved_fraction", "n")
+                }
+                for name, row in best.items()
+            },
+            "sqrt_minus_none": list(fails),
+            "start_minus_none": list(rescued),
+            "sqrt_minus_start": list(lacks),
         },
     )
 
 
-UNDECIDED = "In {steps} steps not even the models with 1/√dₖ learn the task: more steps are needed to decide."
+def _show_percents(interval: Interval) -> str:
+    return " to ".join(f"{100.0 * end:.0f}" for end in interval)
 
 
-def _explain_learning(fails: bool, control_learns: bool) -> str:
-    if not fails:
-        return "Runs without scale learn as well as scaled ones here."
-    if not control_learns:
-        return "Neither another learning rate nor smaller weights at the start rescue it."
+def _explain_start(none: Row, sqrt: Row, start: Row, both: Row) -> str:
     return (
-        "Unscaled runs from unit-variance q and k fail even at their best learning rate, but the same model without a "
-        "scale learns when its weights start smaller: the size of the logits at the start matters, not the division."
+        f"From q and k of variance 1 the model without scaling solves it in {_solved(none)} runs. With the start of "
+        f"1/√dₖ (W_q and W_k × dₖ^−¼) and no scaling it solves {_solved(start)}, with its step as well "
+        f"{_solved(both)}, 1/√dₖ itself {_solved(sqrt)}: the division sets the start and the step, and both can be set "
+        "without it."
     )
+
+
+def _find_comparison(record: Record, scale: str, d_k: int | None = None) -> Row:
+    """The comparison of a policy, from q and k of variance 1, with sqrt."""
+    rows: Sequence[Row] = record.tables["comparisons"]
+    return next(
+        row
+        for row in rows
+        if (row["scale"], row["init"], row["qk_step"]) == (scale, "unit", "unit") and d_k in (None, row["d_k"])
+    )
+
+
+def _describe_widths(record: Record) -> str:
+    """How many runs solved the task at each width, each policy at its own learning rate."""
+    rows = {(row["scale"], row["d_k"]): row for row in record.tables["best"] if _is_plain(row)}
+    d_ks = record.spec["d_ks"]
+    listed = (
+        f"{name_setting(scale)} {', '.join(_solved(rows[scale, d_k]) for d_k in d_ks)}"
+        for scale in ("none", "sqrt", "inverse")
+    )
+    return (
+        f"record of {record.spec['date']} (`{record.spec['command']}`), runs that solve recall at dₖ "
+        f"{', '.join(map(str, d_ks))}, each at a learning rate chosen on other seeds: {'; '.join(listed)}"
+    )
+
+
+def _list_outcomes(record: Record, scale: str) -> dict[str, list[int]]:
+    """The outcomes of a policy beside 1/√dₖ, each at its own learning rate, with the widths that have them."""
+    outcomes: dict[str, list[int]] = {}
+    for d_k in record.spec["d_ks"]:
+        outcomes.setdefault(_find_comparison(record, scale, d_k)["outcome"], []).append(d_k)
+    return outcomes
+
+
+def _show_outcomes(outcomes: Mapping[str, Sequence[int]]) -> str:
+    return "; ".join(f"{OUTCOMES[name]} at dₖ {', '.join(map(str, d_ks))}" for name, d_ks in outcomes.items())
+
+
+def _is_plain(row: Row) -> bool:
+    return (row["init"], row["qk_step"]) == ("unit", "unit")
+
+
+@claim("grad.range", "S1", "dividing by √dₖ is empirically validated over a wide range of dₖ values")
+def _range(evidence: Evidence) -> Finding:
+    record = evidence.widths
+    rows = [row for row in record.tables["best"] if row["scale"] == "sqrt" and _is_plain(row)]
+    shares = [wilson(round(row["solved_fraction"] * row["n"]), row["n"]) for row in rows]
+    d_ks = record.spec["d_ks"]
+    works = all(share.low > 0.5 for share in shares)
+    rivals = _list_outcomes(record, "inverse")
+    why = (
+        f"With 1/√dₖ most runs learn one task in one small model at every width from {min(d_ks)} to {max(d_ks)}. "
+        f"Beside it 1/dₖ: {_show_outcomes(rivals)}."
+        if works
+        else "It is not shown for every width that most runs with 1/√dₖ learn the task."
+    )
+    return Finding(
+        _describe_widths(record),
+        "holds" if works else ("wrong" if any(share.high < 0.5 for share in shares) else "undecided"),
+        why,
+        {"d_k": d_ks, "solved_interval": [list(share) for share in shares], "inverse": rivals},
+    )
+
+
+@claim("grad.inverse", "S1", "dividing by dₖ potentially harms the performance of the model")
+def _inverse(evidence: Evidence) -> Finding:
+    record = evidence.widths
+    own = {d_k: _find_comparison(record, "inverse", d_k) for d_k in record.spec["d_ks"]}
+    harmed, helped = _list_rates(record, "sqrt", "inverse"), _list_rates(record, "inverse", "sqrt")
+    listed = _list_outcomes(record, "inverse")
+    outcomes = set(listed)
+    verdict: Verdict = "undecided"
+    if outcomes == {"worse"}:
+        verdict = "holds"
+    elif "worse" in outcomes or (outcomes <= {"as well", "better"} and harmed):
+        verdict = "depends"
+    elif outcomes <= {"as well", "better"}:
+        verdict = "wrong"
+    at_own = "; ".join(f"dₖ {d_k}: {show_difference(row)}" for d_k, row in own.items())
+    seeds = count(len(record.spec["selection_seeds"]), "other seed")
+    return Finding(
+        f"{_describe_widths(record)}. 1/dₖ beside 1/√dₖ, each at its own rate: {at_own}",
+        verdict,
+        f"Each at its own learning rate: {_show_outcomes(listed)}. At the same learning rate 1/dₖ solves the task less "
+        f"often than 1/√dₖ {_show_rates(harmed)}, more often {_show_rates(helped)} ({seeds}, by 95% intervals).",
+        {
+            "outcomes": {str(d_k): row["outcome"] for d_k, row in own.items()},
+            "differences": {str(d_k): row["difference_interval"] for d_k, row in own.items()},
+            "less_often_at": {f"{lr:g}": widths for lr, widths in harmed.items()},
+            "more_often_at": {f"{lr:g}": widths for lr, widths in helped.items()},
+        },
+    )
+
+
+def _list_rates(record: Record, more: str, less: str) -> dict[float, list[int]]:
+    """Learning rates at which one policy solves the task in more of the selection's runs, with the widths."""
+    rows = {(row["scale"], row["lr"], row["d_k"]): row for row in record.tables["selection"] if _is_plain(row)}
+    listed: dict[float, list[int]] = {}
+    for lr in record.spec["lrs"]:
+        for d_k in record.spec["d_ks"]:
+            if solves_more_by(rows[more, lr, d_k], rows[less, lr, d_k]).low > 0.0:
+                listed.setdefault(lr, []).append(d_k)
+    return listed
+
+
+def _show_rates(listed: Mapping[float, Sequence[int]]) -> str:
+    return "; ".join(f"with lr {lr:g} at dₖ {', '.join(map(str, d_ks))}" for lr, d_ks in listed.items()) or "nowhere"

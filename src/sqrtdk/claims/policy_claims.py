@@ -12,11 +12,12 @@ import numpy.typing as npt
 from sqrtdk import attention, scales, softmax
 from sqrtdk.claims.claim import Finding, Verdict, claim
 from sqrtdk.claims.evidence import Evidence
-from sqrtdk.claims.learning_claims import UNDECIDED, require_runs
+from sqrtdk.claims.learning_claims import explain_doubt, require_runs, solves_more_by
 from sqrtdk.display import count
 from sqrtdk.errors import SqrtdkError
 from sqrtdk.families import is_usual, load_zoo
-from sqrtdk.lab.ablation import show_loss
+from sqrtdk.lab.ablation import show_difference, show_loss
+from sqrtdk.lab.intervals import share_difference
 
 Array = npt.NDArray[np.float64]
 _MOST_NAMED = 12
@@ -77,24 +78,24 @@ class _Trained:
     paired: Mapping[str, Any]
     runs: list[Mapping[str, Any]]
 
-    @property
-    def decides(self) -> bool:
-        """Whether the models with √dₖ learned the task at all."""
-        return bool(self.beside["solved_fraction"] >= 0.5)
+    def judge(self, learned: bool) -> Verdict:
+        """Whether the scale learned something, unless the seeds are too few or it solves the task less often."""
+        n, others = self.row["n"], self.beside["n"]
+        # With so few seeds not even a scale that fails in every run would be seen to fail.
+        if self.beside["solved_fraction"] < 0.5 or share_difference(n, n, 0, others).low <= 0.0:
+            return "undecided"
+        return "holds" if learned and not self.is_worse else "depends"
 
     @property
-    def as_well(self) -> bool:
-        """Whether the task is solved as often as with √dₖ."""
-        return bool(self.row["solved_fraction"] >= self.beside["solved_fraction"])
+    def is_worse(self) -> bool:
+        """Whether the task is solved less often than with √dₖ, by the 95% interval of the difference."""
+        return solves_more_by(self.beside, self.row).low > 0.0
 
     @property
     def verdict_on_learning(self) -> str:
         """Whether it does as well as √dₖ, in words."""
-        solved = f"the task is solved {'as often as' if self.as_well else 'less often than'} with √dₖ"
-        apart = self.paired["median_difference"]
-        if apart is None or self.paired["wilcoxon_p"] > 0.05:
-            return f"{solved}, and the losses are not told apart by {count(self.paired['n'], 'seed')}"
-        return f"{solved}, at a loss that is {show_loss(abs(apart))} {'higher' if apart > 0 else 'lower'}"
+        less = "the task is solved less often than with √dₖ" if self.is_worse else "the task is solved about as often"
+        return f"{less}, and beside √dₖ {show_difference(self.paired)} ({self.paired['outcome']})"
 
     @property
     def words(self) -> str:
@@ -103,8 +104,7 @@ class _Trained:
         return (
             f"recall, {count(row['n'], 'seed')}: median loss {show_loss(row['final_loss_median'])} "
             f"({row['solved_fraction']:.0%} solved), with √dₖ {show_loss(beside['final_loss_median'])} "
-            f"({beside['solved_fraction']:.0%}), above it in {paired['higher']} of {count(paired['n'], 'pair')} "
-            f"(Wilcoxon p = {paired['wilcoxon_p']:.2g})"
+            f"({beside['solved_fraction']:.0%}), above it in {paired['higher']} of {count(paired['n'], 'pair')}"
         )
 
     @property
@@ -116,6 +116,8 @@ class _Trained:
             "sqrt_final_loss_median": self.beside["final_loss_median"],
             "sqrt_solved_fraction": self.beside["solved_fraction"],
             "wilcoxon_p": self.paired["wilcoxon_p"],
+            "outcome": self.paired["outcome"],
+            "difference_interval": self.paired["difference_interval"],
             "temperatures": [run["temperatures"] for run in self.runs],
             "spreads": [run["temperature_spread"] for run in self.runs],
         }
@@ -153,7 +155,7 @@ def _temperature(evidence: Evidence) -> Finding:
     trained = _train(evidence, "learned")
     moved = all(np.abs(np.log(run["temperatures"])).max() > _LEAST_CHANGE for run in trained.runs)
     by_layer = np.median([run["temperatures"] for run in trained.runs], axis=0)
-    verdict: Verdict = "holds" if trained.decides and trained.as_well and moved else "depends"
+    verdict = trained.judge(moved) if ordered else "wrong"
     why = (
         f"Sharper and softer as said; learned, it {'moves' if moved else 'hardly moves'}: "
         f"{trained.verdict_on_learning}. "
@@ -162,8 +164,8 @@ def _temperature(evidence: Evidence) -> Finding:
     return Finding(
         f"entropy ratio at τ = ½, 1, 2 × √dₖ (dₖ 64, n 256): {ratios[0]:.3f}, {ratios[1]:.3f}, {ratios[2]:.3f}; "
         f"learned per head, {trained.words}; τ/√dₖ ends at {', '.join(f'{t:.2f}' for t in by_layer)} (layers, medians)",
-        verdict if ordered else "wrong",
-        why if trained.decides else UNDECIDED.format(steps=evidence.steps),
+        verdict,
+        explain_doubt(trained.beside, evidence.steps) if verdict == "undecided" else why,
         {"entropy_ratio": ratios, **trained.numbers},
     )
 
@@ -178,7 +180,7 @@ def _query(evidence: Evidence) -> Finding:
     trained = _train(evidence, "query")
     spreads = [run["temperature_spread"] for run in trained.runs]
     differ = min(spreads) > _LEAST_CHANGE
-    verdict: Verdict = "holds" if trained.decides and trained.as_well and differ else "depends"
+    verdict = trained.judge(differ)
     why = (
         f"The queries of a head {'come to differ' if differ else 'hardly differ'} in temperature: "
         f"{trained.verdict_on_learning}."
@@ -187,7 +189,7 @@ def _query(evidence: Evidence) -> Finding:
         f"{trained.words}; ln τ over the queries of a head: standard deviation 0 at the start, "
         f"{min(spreads):.2g} to {max(spreads):.2g} after training",
         verdict,
-        why if trained.decides else UNDECIDED.format(steps=evidence.steps),
+        explain_doubt(trained.beside, evidence.steps) if verdict == "undecided" else why,
         trained.numbers,
     )
 
@@ -204,9 +206,14 @@ def _models(evidence: Evidence) -> Finding:
     plain = len(rows) - len(others)
     not_in = f"; not in {', '.join(named[:_MOST_NAMED])}{more}" if named else ""
     return Finding(
-        f"measured in small models of {len(rows)} families of transformers {record.versions['transformers']} "
-        f"({record.spec['date']}): 1/√dₖ in {plain}{not_in}",
+        f"measured in small models of {len(rows)} families of the transformers library "
+        f"({record.versions['transformers']}, {record.spec['date']}): 1/√dₖ in {plain}{not_in}",
         "wrong" if others and plain else ("holds" if plain else "depends"),
-        "The most common choice, not a universal one." if 2 * plain > len(rows) else "Not even the most common choice.",
+        (
+            "The most common choice, not a universal one."
+            if 2 * plain > len(rows)
+            else "Not even the most common choice."
+        )
+        + " Families are counted, not models in use.",
         {"date": record.spec["date"], "families": rows},
     )

@@ -210,19 +210,20 @@ def _read_learned(row: Mapping[str, Any]) -> str:
     )
 
 
-_OUTCOMES = {
+OUTCOMES = {
     "as well": "it does as well",
     "worse": "it does worse",
     "better": "it does better",
     "not distinguishable": "they are not distinguishable",
 }
+"""The outcomes of a comparison as clauses."""
 
 
 def _read_comparison(row: Mapping[str, Any]) -> str:
     other = f"{name_setting(row['against'], row['against_init'])} (lr {row['against_lr']:g})"
     counts = f"higher in {row['higher']} and lower in {row['lower']} of {count(row['n'], 'seed')}"
     p = "" if row["holm_p"] is None else f", p = {row['holm_p']:.2g}"
-    return f"{_name(row)} against {other}: {show_difference(row)}, {counts}{p}; {_OUTCOMES[row['outcome']]}."
+    return f"{_name(row)} against {other}: {show_difference(row)}, {counts}{p}; {OUTCOMES[row['outcome']]}."
 
 
 def show_difference(row: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from sqrtdk.records import Record
 from sqrtdk.report.learning_figures import name_loss
 from sqrtdk.report.story_figures import cells_of, choose_size, find_most_uneven, name_keys
-from sqrtdk.report.training_figures import compares_scaling, fails_to_learn, losses_of
+from sqrtdk.report.training_figures import compares_scaling, fails_to_learn, has_own_rates, losses_of
 
 __all__ = ["answer"]
 
@@ -28,7 +28,9 @@ def answer(records: Mapping[str, Record]) -> list[str]:
         clause
         for clause in (
             _tell_gradients(records["gradients"]) if "gradients" in records else "",
-            _tell_training(records["ablation"])
+            _tell_widths(records["widths"])
+            if "widths" in records and compares_scaling(records["widths"])
+            else _tell_training(records["ablation"])
             if "ablation" in records and compares_scaling(records["ablation"])
             else "",
         )
@@ -90,8 +92,30 @@ def _tell_training(record: Record) -> str:
     if not fails_to_learn(record, "none"):
         return f"training without the scale does not fail here ({beside})"
     control = ("none", "absorbed")
-    rates = len({row["lr"] for row in record.tables["runs"]})
-    tried = f" even at the best of {rates} learning rates" if rates > 1 else ""
+    tried = " even at a learning rate of its own" if has_own_rates(record) else ""
     if control in losses and not fails_to_learn(record, *control):
-        return f"training fails{tried} ({beside}) unless weights that start smaller make up for it ({named[control]})"
+        return f"training fails{tried} ({beside}) unless W_q and W_k start smaller in its place ({named[control]})"
     return f"training fails{tried} ({beside})"
+
+
+def _tell_widths(record: Record) -> str:
+    """The share of runs that learn at each width, without the scale, with it, and with its start and step alone."""
+    sizes = sorted({row["d_k"] for row in record.tables["best"]})
+
+    def solved(scale: str, init: str = "unit", qk_step: str = "unit") -> str | None:
+        rows = {
+            row["d_k"]: row
+            for row in record.tables["best"]
+            if (row["scale"], row["init"], row.get("qk_step", "unit")) == (scale, init, qk_step)
+        }
+        return ", ".join(f"{rows[d_k]['solved_fraction']:.0%}" for d_k in sizes) if rows else None
+
+    start, both = solved("none", "absorbed"), solved("none", "absorbed", "absorbed")
+    rates = len(record.spec["lrs"])
+    tried = f" at the best of {rates} learning rates" if rates > 1 else ""
+    controls = [f"with its start alone {start}"] if start else []
+    controls += [f"with its start and step {both}"] if both else []
+    return (
+        f"of the trained models at dₖ = {', '.join(map(str, sizes))}{tried}, {solved('none')} learn the task without "
+        f"the scale and {solved('sqrt')} with 1/√dₖ" + (f"; without it, but {', '.join(controls)}" if controls else "")
+    )

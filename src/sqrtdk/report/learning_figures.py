@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from sqrtdk.display import count
@@ -14,7 +15,20 @@ from sqrtdk.report.panels import Axis, Dash, Figure, Line, Panel, Points, Refere
 from sqrtdk.setting_names import name_policy, name_setting
 
 _MOST_POINTS = 150
-_DASHES: dict[str, Dash] = {"unit": "solid", "absorbed": "dash", "torch": "dot", "xavier": "dot"}
+_QUANTITIES = {
+    "accuracy": "Accuracy",
+    "entropy_ratio": "Entropy ratio H/ln n",
+    "saturation_index": "Saturation index ρ",
+    "grad_q": "Gradient norm of W_q",
+}
+# By the start of W_q and W_k and by their step; whatever else is dotted.
+_DASHES: dict[tuple[str, str], Dash] = {
+    ("unit", "unit"): "solid",
+    ("absorbed", "unit"): "dash",
+    ("grown", "unit"): "dash",
+    ("absorbed", "absorbed"): "dashdot",
+    ("grown", "grown"): "dashdot",
+}
 
 
 class Group(NamedTuple):
@@ -24,19 +38,32 @@ class Group(NamedTuple):
     init: str
     lr: float
     d_k: int
+    qk_step: str = "unit"
+
+    @property
+    def dash(self) -> Dash:
+        """How its lines are drawn."""
+        return _DASHES.get((self.init, self.qk_step), "dot")
 
     def label(self, varying: Sequence[str]) -> str:
         """The policy and whatever else tells this group from the others."""
         size = f"dₖ {self.d_k}" if "d_k" in varying else ""
         rate = f"lr {self.lr:g}" if "lr" in varying else ""
-        return name_setting(self.scale, self.init if "init" in varying else "unit", size, rate)
+        init, qk_step = (self.init, self.qk_step) if "init" in varying else ("unit", "unit")
+        return name_setting(self.scale, init, size, rate, qk_step=qk_step)
+
+
+def list_varying(groups: Collection[Group]) -> list[str]:
+    """What tells groups apart beside the policy: ``"init"`` (the start or the step of W_q and W_k) and ``"d_k"``."""
+    starts = {(group.init, group.qk_step) for group in groups}
+    return [*(["init"] if len(starts) > 1 else []), *(["d_k"] if len({group.d_k for group in groups}) > 1 else [])]
 
 
 def show_ablation(record: Record) -> Figure:
     """Learning curves, final losses and attention statistics of an ablation, each policy at its best learning rate."""
     curves = group_runs(record.curves["runs"])
     finals = group_runs(record.tables["runs"])
-    varying = [name for name in ("init", "d_k", "lr") if len({getattr(group, name) for group in finals}) > 1]
+    names = list_varying(finals)
     best = group_runs(record.tables["best"])
     inits, policies = (list(dict.fromkeys(getattr(group, name) for group in finals)) for name in ("init", "scale"))
     shown = {
@@ -44,36 +71,46 @@ def show_ablation(record: Record) -> Figure:
         for group in sorted(curves, key=lambda group: (inits.index(group.init), policies.index(group.scale)))
         if group in best
     }
-    names = [name for name in varying if name != "lr"]
-    panels = [
-        show_curves(shown, names, d_k, "loss", "Training loss" + (f", dₖ = {d_k}" if "d_k" in varying else ""))
-        for d_k in sorted({group.d_k for group in shown})
-    ]
-    panels.append(show_finals_by_rate(finals, names) if "lr" in varying else _show_finals(finals, names))
+    sizes = sorted({group.d_k for group in shown})
+    by_size = {d_k: f", dₖ = {d_k}" if len(sizes) > 1 else "" for d_k in sizes}
+    panels = [show_curves(shown, names, d_k, "loss", f"Training loss{by_size[d_k]}") for d_k in sizes]
+    tried = list_tried(record)
+    if tried:
+        by_rate = [show_finals_by_rate(tried, names, d_k) for d_k in sizes]
+        panels += (
+            by_rate
+            if len(sizes) == 1
+            else [
+                replace(panel, title=f"By learning rate{by_size[d_k]}")
+                for d_k, panel in zip(sizes, by_rate, strict=True)
+            ]
+        )
+    if len(sizes) > 1:
+        panels.append(show_by_size({group: finals[group] for group in shown}, names))
+    elif not tried:
+        panels.append(_show_finals(finals, names))
     # With several dₖ the remaining panels follow the largest, where the scale matters most.
-    last = max(group.d_k for group in shown)
-    suffix = f", dₖ = {last}" if "d_k" in varying else ""
+    last = sizes[-1]
+    suffix = by_size[last]
     learned = {
         group: best[group][0] for group in shown if group.d_k == last and best[group][0].get("temperature_by_layer")
     }
     # The accuracy says little that the losses do not: it makes room.
     if learned:
         panels.append(show_temperatures(learned, finals, "Learned temperature τ/√dₖ" + suffix))
-    else:
-        panels.append(show_curves(shown, names, last, "accuracy", "Accuracy" + suffix, seeds=False))
-    for quantity, title in (
-        ("entropy_ratio", "Entropy ratio H/ln n"),
-        ("saturation_index", "Saturation index ρ"),
-        ("grad_q", "Gradient norm of W_q"),
-    ):
-        panels.append(show_curves(shown, names, last, quantity, title + suffix, seeds=False))
+    kept = {name for runs in shown.values() for run in runs for name in run}
+    panels += [
+        show_curves(shown, names, last, quantity, title + suffix, seeds=False)
+        for quantity, title in _QUANTITIES.items()
+        if quantity in kept and not (learned and quantity == "accuracy")
+    ]
     caption = "Thin lines and dots are single seeds"
     caption += ", for temperatures each of their heads" if learned else ""
     caption += "; bold lines and bars are medians over seeds"
     diverged = sum(run.get("status") == "diverged" for runs in finals.values() for run in runs)
     caption += f", the {count(diverged, 'diverged run')} counting as infinite losses." if diverged else "."
-    if "lr" in varying:
-        caption += " Each policy is shown at its own best learning rate; the final losses show every rate."
+    if tried:
+        caption += " Each setting has its own learning rate, chosen on the seeds that the losses by learning rate show."
     return Figure(
         _state_losses(record, names),
         tuple(panels),
@@ -84,15 +121,17 @@ def show_ablation(record: Record) -> Figure:
 
 
 def _state_losses(record: Record, varying: Sequence[str]) -> str:
-    """The medians of the table, lowest first."""
-    best = record.tables["best"]
-    ranked = sorted(best, key=lambda row: math.inf if row["final_loss_median"] is None else row["final_loss_median"])
-    groups = [Group(row["scale"], row["init"], row["lr"], row["d_k"]) for row in ranked]
-    listed = "; ".join(
-        f"{group.label(varying)} {name_loss(row['final_loss_median'])}"
-        for group, row in zip(groups, ranked, strict=True)
-    )
-    return f"{str(record.spec.get('task', 'training')).capitalize()}, median held-out loss: {listed}"
+    """The medians of the table, lowest first; of several dₖ those of each setting side by side."""
+    losses: dict[str, list[float | None]] = {}
+    for row in sorted(record.tables["best"], key=lambda row: row["d_k"]):
+        losses.setdefault(group_of(row).label([name for name in varying if name != "d_k"]), []).append(
+            row["final_loss_median"]
+        )
+    ranked = sorted(losses.items(), key=lambda item: [math.inf if loss is None else loss for loss in item[1]])
+    listed = "; ".join(f"{label} {', '.join(map(name_loss, values))}" for label, values in ranked)
+    sizes = sorted({row["d_k"] for row in record.tables["best"]})
+    at = f" at dₖ = {', '.join(map(str, sizes))}" if len(sizes) > 1 else ""
+    return f"{str(record.spec.get('task', 'training')).capitalize()}, median held-out loss{at}: {listed}"
 
 
 def name_loss(loss: float | None) -> str:
@@ -163,9 +202,20 @@ def group_runs(runs: Sequence[Mapping[str, Any]]) -> dict[Group, list[Mapping[st
     """Runs, or rows about them, by setting."""
     groups: dict[Group, list[Mapping[str, Any]]] = {}
     for run in runs:
-        key = Group(str(run["scale"]), str(run["init"]), float(run["lr"]), int(run["d_k"]))
-        groups.setdefault(key, []).append(run)
+        groups.setdefault(group_of(run), []).append(run)
     return groups
+
+
+def group_of(run: Mapping[str, Any]) -> Group:
+    """The setting of a run, or of a row about runs; older records know no step of W_q and W_k."""
+    return Group(run["scale"], run["init"], float(run["lr"]), int(run["d_k"]), run.get("qk_step", "unit"))
+
+
+def list_tried(record: Record) -> dict[Group, list[Mapping[str, Any]]]:
+    """The runs that tried several learning rates; empty where each setting had one."""
+    tried = group_runs(record.tables.get("selection_runs") or record.tables["runs"])
+    settings = {group._replace(lr=0.0) for group in tried}
+    return tried if len(settings) < len(tried) else {}
 
 
 def median_loss(values: Sequence[float | None]) -> float:
@@ -190,7 +240,7 @@ def show_curves(
     for group, runs in groups.items():
         if group.d_k != d_k:
             continue
-        colour, dash = policy_colour(group.scale), _DASHES.get(group.init, "dot")
+        colour, dash = policy_colour(group.scale), group.dash
         if seeds:
             thin += [
                 Line(*_thin_out(run["step"], run[quantity]), colour, dash=dash, width=0.8, opacity=0.35) for run in runs
@@ -254,37 +304,47 @@ def _show_finals(finals: Mapping[Group, Sequence[Mapping[str, Any]]], varying: S
     )
 
 
-def show_finals_by_rate(finals: Mapping[Group, Sequence[Mapping[str, Any]]], varying: Sequence[str]) -> Panel:
+def show_finals_by_rate(finals: Mapping[Group, Sequence[Mapping[str, Any]]], varying: Sequence[str], d_k: int) -> Panel:
     """Every final loss over its learning rate, the medians of a setting joined by a line."""
-    rates = sorted({group.lr for group in finals})
-    families: dict[tuple[str, str, int], dict[float, list[float | None]]] = {}
+    chosen = {group: runs for group, runs in finals.items() if group.d_k == d_k}
+    return _show_finals_over("lr", "learning rate", chosen, [name for name in varying if name != "d_k"])
+
+
+def show_by_size(finals: Mapping[Group, Sequence[Mapping[str, Any]]], varying: Sequence[str]) -> Panel:
+    """Every final loss over its dₖ, the medians of a setting joined by a line."""
+    return _show_finals_over("d_k", "dₖ", finals, [name for name in varying if name != "d_k"])
+
+
+def _show_finals_over(
+    name: str, title: str, finals: Mapping[Group, Sequence[Mapping[str, Any]]], varying: Sequence[str]
+) -> Panel:
+    places = sorted({getattr(group, name) for group in finals})
+    families: dict[tuple[str, str, str], dict[float, list[float | None]]] = {}
     for group, runs in finals.items():
         losses = [run.get("final_loss") for run in runs if run.get("status") != "failed"]
-        families.setdefault((group.scale, group.init, group.d_k), {})[group.lr] = losses
+        families.setdefault((group.scale, group.init, group.qk_step), {})[getattr(group, name)] = losses
     series: list[Series] = []
-    for place, ((scale, init, d_k), by_rate) in enumerate(families.items()):
-        # A small step aside for each family keeps dots of one rate apart.
-        shift = 1.0 + 0.05 * (place - (len(families) - 1) / 2)
-        colour = policy_colour(scale)
-        dots = [(rate * shift, loss) for rate in rates for loss in by_rate.get(rate, ()) if _is_number(loss)]
+    for index, ((scale, init, qk_step), by_place) in enumerate(families.items()):
+        # A small step aside for each family keeps dots of one place apart.
+        shift = 1.0 + 0.05 * (index - (len(families) - 1) / 2)
+        group, colour = Group(scale, init, 0.0, 0, qk_step), policy_colour(scale)
+        dots = [(x * shift, loss) for x in places for loss in by_place.get(x, ()) if _is_number(loss)]
         series.append(Points(floats(x for x, _ in dots), floats(y for _, y in dots), colour, size=4))
-        medians = [(rate * shift, median_loss(by_rate.get(rate, []))) for rate in rates]
+        medians = [(x * shift, median_loss(by_place.get(x, []))) for x in places]
         series.append(
             Line(
                 floats(x for x, _ in medians),
                 floats(y for _, y in medians),
                 colour,
-                Group(scale, init, rates[0], d_k).label(varying),
-                dash=_DASHES.get(init, "dot"),
+                group.label(varying),
+                dash=group.dash,
                 width=2.4,
             )
         )
-    drawn = [
-        loss for by_rate in families.values() for losses in by_rate.values() for loss in losses if loss is not None
-    ]
+    drawn = [loss for one in families.values() for losses in one.values() for loss in losses if loss is not None]
     return Panel(
-        "Final held-out loss by learning rate",
-        Axis("learning rate", log=True, ticks=tuple((rate, f"{rate:g}") for rate in rates)),
+        f"Final held-out loss by {title}",
+        Axis(title, log=True, ticks=tuple((x, f"{x:g}") for x in places)),
         Axis("held-out loss, nats", log=_spans_decades(drawn)),
         tuple(series),
     )
@@ -308,7 +368,7 @@ def show_temperatures(
         ]
         x, y, text = zip(*dots, strict=True)
         series.append(Points(floats(x), floats(y), colour, size=5.0, text=text))
-        series.append(Line(floats(places), floats(medians), colour, dash=_DASHES.get(group.init, "dot"), width=2.4))
+        series.append(Line(floats(places), floats(medians), colour, dash=group.dash, width=2.4))
     ticks = tuple((float(layer), f"layer {layer}") for layer in range(1, layers + 1))
     return Panel(
         title,

@@ -23,7 +23,7 @@ from sqrtdk.report.panels import (
 )
 
 _INK, _GRID = "#2b2f36", "#dfe3e8"
-_DASHES: dict[str, Any] = {"solid": "-", "dash": (0, (5, 2.5)), "dot": (0, (1.2, 2))}
+_DASHES: dict[str, Any] = {"solid": "-", "dash": (0, (5, 2.5)), "dot": (0, (1.2, 2)), "dashdot": (0, (5, 2, 1.2, 2))}
 _MARKERS = {"circle": "o", "diamond": "D", "cross": "X", "square": "s"}
 _NOTE_OFFSETS = {"right": (8, 0), "left": (-8, 0), "above": (0, 8), "below": (0, -8)}
 _NOTE_ALIGNMENTS = {
@@ -249,7 +249,8 @@ def _draw_legend(canvas: Any, figure: Figure) -> None:
                 handles.append(
                     Patch(color=series.colour, label=label, alpha=getattr(series, "opacity", 1.0), linewidth=0)
                 )
-    caption = "\n".join(textwrap.wrap(figure.caption, width=round(14 * canvas.get_figwidth())))
+    letters = round(14 * canvas.get_figwidth())
+    caption = "\n".join(textwrap.wrap(figure.caption, width=letters))
     if not handles:
         canvas.supxlabel(caption, fontsize=9, color=_INK, x=0.01, ha="left")
     else:
@@ -259,7 +260,9 @@ def _draw_legend(canvas: Any, figure: Figure) -> None:
             title_fontproperties={"size": 9},
             alignment="left",
             loc="outside lower left",
-            ncols=min(len(handles), 6),
+            # A line's sample takes the room of eight letters.
+            ncols=max(1, min(len(handles), 6, letters // (8 + max(len(handle.get_label()) for handle in handles)))),
+            handlelength=3.0,
             frameon=False,
             fontsize=9,
             labelcolor=_INK,

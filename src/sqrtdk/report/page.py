@@ -103,7 +103,7 @@ def _name_records(records: Mapping[str, Record] | Sequence[Record], *, may_be_em
             raise unknown_name("record kind", record.kind, list(KINDS))
         topic = topic_of(record)
         # An ablation of other scales, as a store may hold it too, does not take the place of the one that is told.
-        if topic == "ablation" and topic in named and not compares_scaling(record):
+        if topic in ("ablation", "widths") and topic in named and not compares_scaling(record):
             continue
         named[topic] = record
     if not named and not may_be_empty:

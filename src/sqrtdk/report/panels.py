@@ -14,7 +14,7 @@ from sqrtdk.errors import InvalidValueError
 
 T = TypeVar("T")
 Numbers: TypeAlias = tuple[float, ...]
-Dash: TypeAlias = Literal["solid", "dash", "dot"]
+Dash: TypeAlias = Literal["solid", "dash", "dot", "dashdot"]
 Symbol: TypeAlias = Literal["circle", "diamond", "cross", "square"]
 ColourScale: TypeAlias = Literal["sequential", "diverging"]
 

@@ -281,8 +281,9 @@ def _legend_entry(group: str, series: Line | Points | Bars | Band) -> str:
     colour = series.colour
     match series:
         case Line():
-            dashes = {"solid": "", "dash": ' stroke-dasharray="5 3"', "dot": ' stroke-dasharray="1.5 2.5"'}
-            drawing = f'<line x1="0" y1="6" x2="22" y2="6" stroke="{colour}" stroke-width="3"{dashes[series.dash]}/>'
+            dashes = {"dash": "5 3", "dot": "1.5 2.5", "dashdot": "5 2 1.5 2"}
+            style = f' stroke-dasharray="{dashes[series.dash]}"' if series.dash in dashes else ""
+            drawing = f'<line x1="0" y1="6" x2="22" y2="6" stroke="{colour}" stroke-width="3"{style}/>'
         case Points():
             shapes = {
                 "circle": f'<circle cx="11" cy="6" r="5" fill="{colour}"/>',

@@ -165,52 +165,69 @@ def _tell_gradients(material: Material) -> Chapter:
 
 
 def _tell_training(material: Material) -> Chapter:
-    record = material.records["ablation"]
-    compared = training_figures.compares_scaling(record)
-    exhibits = [
-        Exhibit(
-            training_figures.show_learning(record) if compared else learning_figures.show_ablation(record),
-            _compare_none(record) if compared else "",
-            "ablation",
-            "best",
-            training_figures.tabulate_settings(record, "best"),
+    exhibits: list[Exhibit] = []
+    more: dict[str, Figure] = {}
+    if (record := material.records.get("ablation")) is not None:
+        compared = training_figures.compares_scaling(record)
+        exhibits.append(
+            Exhibit(
+                training_figures.show_learning(record) if compared else learning_figures.show_ablation(record),
+                _compare_none(record) if compared else "",
+                "ablation",
+                "best",
+                training_figures.tabulate_settings(record, "best"),
+            )
         )
-    ]
-    if not compared:
-        return Chapter("Models trained with different scales.", exhibits)
-    rates = training_figures.show_rates(record)
-    if rates is not None:
+        if compared:
+            more["Accuracy, entropy and gradients while they train"] = learning_figures.show_ablation(record)
+    if (record := material.records.get("widths")) is not None:
+        exhibits.append(
+            Exhibit(
+                training_figures.show_widths(record),
+                "The division sets the start and the step of W_q and W_k. The start alone, the step alone and both are "
+                "tried without it; both make the model of 1/√dₖ, but for rounding.",
+                "widths",
+                "best",
+                training_figures.tabulate_settings(record, "best"),
+            )
+        )
+    for topic in ("widths", "ablation"):
+        if (record := material.records.get(topic)) is None or (rates := training_figures.show_rates(record)) is None:
+            continue
+        table = "selection" if "selection" in record.tables else "summary"
         exhibits.append(
             Exhibit(
                 rates,
-                "If a failure were one of step size alone, some learning rate would cure it; if it were one of the "
-                "division itself, smaller weights at the start could not.",
-                "ablation",
-                "summary",
-                training_figures.tabulate_settings(record, "summary"),
+                "If a failure were one of step size alone, some learning rate would cure it.",
+                topic,
+                table,
+                training_figures.tabulate_settings(record, table),
             )
         )
+        break
     return Chapter(
-        "Does it matter for learning? The same small transformer is trained with and without the scale, with two "
-        "controls: each setting at its own best learning rate, and no scale but W_q and W_k smaller at the start, so "
-        "that it begins as the very function that 1/√dₖ is.",
+        "Does it matter for learning? The same small transformer is trained with and without the scale. Division by "
+        "√dₖ at a learning rate η is, with Adam, the same as no division with W_q and W_k smaller by dₖ^−¼ each and a "
+        "learning rate of η·dₖ^−¼ for them. So the controls have the start, the step, or both, without it.",
         exhibits,
-        {"Accuracy, entropy and gradients while they train": learning_figures.show_ablation(record)},
+        more,
     )
 
 
 def _compare_none(record: Record) -> str:
-    rows = record.tables["comparisons"]
-    pairs: list[Mapping[str, Any]] = [
-        row for row in rows if (row["scale"], row.get("init", "unit")) == ("none", "unit")
-    ]
-    row = next((row for row in pairs if row.get("basis") == "best_lr"), pairs[0] if pairs else None)
-    if row is None or "wilcoxon_p" not in row:
+    rows: Sequence[Mapping[str, Any]] = record.tables["comparisons"]
+    row = next(
+        (row for row in rows if (row["scale"], row["init"], row.get("qk_step", "unit")) == ("none", "unit", "unit")),
+        None,
+    )
+    if row is None:
         return "Losses are medians over the seeds."
+    low, high = row.get("difference_interval", (None, None))
+    apart = f"; by {low:.3g} to {high:.3g} nats (95% interval)" if low is not None and high is not None else ""
+    p = f" (Wilcoxon's exact test, p = {row['holm_p']:.2g} corrected)" if row.get("holm_p") is not None else ""
     return (
-        f"Seed by seed the loss without scaling is higher than with 1/√dₖ in {row['higher']} of {row['n']} pairs "
-        f"(exact Wilcoxon test, p = {row['wilcoxon_p']:.2g}; {count(row['n'], 'pair')} can give no less than "
-        f"{2.0 ** (1 - row['n']):.2g})."
+        f"Seed by seed the loss without scaling is higher than with 1/√dₖ in {row['higher']} of "
+        f"{count(row['n'], 'pair')}{apart}{p}."
     )
 
 
@@ -331,7 +348,9 @@ def _tell_models(material: Material) -> Chapter:
 
 
 SECTIONS: dict[str, Section] = {
-    "answer": Section("The answer", ("variance", "condensation", "gradients", "ablation"), "sqrtdk condensation"),
+    "answer": Section(
+        "The answer", ("variance", "condensation", "gradients", "ablation", "widths"), "sqrtdk condensation"
+    ),
     "try": Section("Try it", ()),
     "variance": Section("Variance: how far scores spread", ("variance",), "sqrtdk variance", _tell_variance),
     "saturation": Section(
@@ -341,7 +360,9 @@ SECTIONS: dict[str, Section] = {
         _tell_saturation,
     ),
     "gradients": Section("Gradients: the whole distribution", ("gradients",), "sqrtdk gradients", _tell_gradients),
-    "training": Section("Training, with its controls", ("ablation",), "sqrtdk ablate --control", _tell_training),
+    "training": Section(
+        "Does training fail without the scale?", ("ablation", "widths"), "sqrtdk ablate --control", _tell_training
+    ),
     "temperature": Section(
         "Temperatures, and scales that learn",
         ("temperature", "learned", "swap"),

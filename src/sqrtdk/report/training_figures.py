@@ -13,8 +13,11 @@ from sqrtdk.records import Record, Row
 from sqrtdk.report.learning_figures import (
     Group,
     group_runs,
+    list_tried,
+    list_varying,
     median_loss,
     name_loss,
+    show_by_size,
     show_curves,
     show_finals_by_rate,
     show_stages,
@@ -22,7 +25,7 @@ from sqrtdk.report.learning_figures import (
 )
 from sqrtdk.report.palette import policy_colour
 from sqrtdk.report.panels import Axis, Figure, Line, Panel, Points, Series, floats, one_panel
-from sqrtdk.setting_names import name_policy
+from sqrtdk.setting_names import name_policy, name_setting
 
 # A model has learned if its loss is below this share of the one that training begins with.
 _LEARNED = 0.5
@@ -38,11 +41,12 @@ def name_seeds(record: Record) -> str:
 
 
 def losses_of(record: Record) -> dict[tuple[str, str], float]:
-    """The median held-out loss of each (policy, start of the weights) at its best learning rate; inf if it diverged."""
+    """The median held-out loss of each (policy, start of the weights) with the plain step; inf if it diverged."""
     best: dict[tuple[str, str], float] = {}
     for row in record.tables["best"]:
-        loss = row["final_loss_median"]
-        best[row["scale"], row["init"]] = math.inf if loss is None else loss
+        if row.get("qk_step", "unit") == "unit":
+            loss = row["final_loss_median"]
+            best[row["scale"], row["init"]] = math.inf if loss is None else loss
     return best
 
 
@@ -63,14 +67,18 @@ def fails_to_learn(record: Record, scale: str, init: str = "unit") -> bool:
     return losses[scale, init] > guess > losses["sqrt", "unit"]
 
 
+def has_own_rates(record: Record) -> bool:
+    """Whether learning rates were chosen, setting by setting, on seeds that are not the record's."""
+    return bool(record.spec.get("rates") or record.spec.get("selection_seeds"))
+
+
 def show_learning(record: Record) -> Figure:
-    """Training loss over the steps, each setting at its best learning rate."""
+    """Training loss over the steps, each setting at its learning rate."""
     curves, best = group_runs(record.curves["runs"]), group_runs(record.tables["best"])
     shown = {group: curves[group] for group in best if group in curves}
     d_k = max(group.d_k for group in shown)
-    panel = show_curves(shown, ["init"] if len({group.init for group in shown}) > 1 else [], d_k, "loss", "")
-    rates = len({row["lr"] for row in record.tables["runs"]})
-    each = f", each at the best of {rates} learning rates" if rates > 1 else ""
+    panel = show_curves(shown, list_varying(shown), d_k, "loss", "")
+    each = ", each at its own learning rate, chosen on other seeds" if has_own_rates(record) else ""
     steps = record.spec.get("steps")
     edges = [group.label(["init"]) for group, rows in best.items() if rows[0].get("at_edge")]
     beyond = f" The best rate of {' and '.join(edges)} is at the edge of those tried." if edges else ""
@@ -89,41 +97,96 @@ def _state_learning(record: Record) -> str:
     if not fails_to_learn(record, "none"):
         if losses["sqrt", "unit"] > _LEARNED * starting_loss(record):
             return f"In these steps nothing is learned, with the scale or without: {beside}"
-        return f"Without scaling the model learns as well: {beside}"
+        return f"Without scaling the model learns, too: {beside}"
     control = ("none", "absorbed")
     if control not in losses:
         return f"Without scaling the model does not learn: {beside}"
     if fails_to_learn(record, *control):
-        return f"Without scaling the model does not learn ({beside}), nor with smaller weights at the start"
-    return f"Without scaling the model does not learn ({beside}), unless its weights start smaller ({named[control]})"
+        return f"Without scaling the model does not learn ({beside}), nor with the start of 1/√dₖ alone"
+    return f"Without scaling the model does not learn ({beside}), unless it has the start of 1/√dₖ ({named[control]})"
 
 
 def show_rates(record: Record) -> Figure | None:
-    """The control: final losses over the learning rate; None if there was one rate only."""
-    finals = group_runs(record.tables["runs"])
-    rates = sorted({group.lr for group in finals})
-    if len(rates) < 2:
+    """The control: final losses over the learning rate, a panel per dₖ; None if there was one rate only."""
+    tried = list_tried(record)
+    if not tried:
         return None
-    varying = ["init"] if len({group.init for group in finals}) > 1 else []
-    panel = show_finals_by_rate(finals, varying)
-    by_rate = {
-        rate: {
-            (group.scale, group.init): median_loss([run.get("final_loss") for run in runs])
-            for group, runs in finals.items()
-            if group.lr == rate
-        }
-        for rate in rates
+    rates, sizes = sorted({group.lr for group in tried}), sorted({group.d_k for group in tried})
+    panels = [
+        replace(show_finals_by_rate(tried, list_varying(tried), d_k), title=f"dₖ = {d_k}" if len(sizes) > 1 else "")
+        for d_k in sizes
+    ]
+    learned = {
+        scale: ", ".join(
+            str(
+                sum(
+                    2 * sum(bool(run["solved"]) for run in runs) >= len(runs)
+                    for group, runs in tried.items()
+                    if group._replace(lr=0.0) == Group(scale, "unit", 0.0, d_k)
+                )
+            )
+            for d_k in sizes
+        )
+        for scale in ("none", "sqrt")
     }
-    guess = _LEARNED * starting_loss(record)
-    learned = [rate for rate in rates if by_rate[rate].get(("none", "unit"), math.nan) < guess]
-    words = "at none of" if not learned else f"at {len(learned)} of"
-    return one_panel(
-        f"Unscaled, the task is learned {words} {len(rates)} learning rates; with 1/√dₖ at "
-        f"{sum(by_rate[rate].get(('sqrt', 'unit'), math.nan) < guess for rate in rates)}",
-        panel,
-        f"Final held-out loss of every run, {name_seeds(record)} per setting and rate; lines are medians. Learned: a "
-        f"median loss below half of the one that training begins with ({2 * guess:.2f} nats).",
+    of = f"{len(rates)} learning rates" + (f" (dₖ = {', '.join(map(str, sizes))})" if len(sizes) > 1 else "")
+    seeds = count(len(record.spec.get("selection_seeds") or record.spec["seeds"]), "seed")
+    return Figure(
+        f"Unscaled, the task is learned at {learned['none']} of {of}; with 1/√dₖ at {learned['sqrt']}",
+        tuple(panels),
+        columns=len(panels),
+        panel_height=300,
+        caption=f"Final held-out loss of every run, {seeds} per setting and rate; lines are medians. Learned: at least "
+        f"half of the runs solve the task.{_name_command(record)}",
     )
+
+
+def show_widths(record: Record) -> Figure:
+    """Final losses over dₖ, each setting at its own learning rate."""
+    best, finals = group_runs(record.tables["best"]), group_runs(record.tables["runs"])
+    shown = {group: finals[group] for group in best}
+    panel = show_by_size(shown, list_varying(shown))
+    rates = len(record.spec["lrs"])
+    chosen = f", each at the best of {rates} learning rates, chosen on other seeds" if rates > 1 else ""
+    return one_panel(
+        _state_widths(record),
+        replace(panel, title=""),
+        f"Associative recall by a small transformer, {record.spec.get('steps')} steps{chosen}. A dot per seed "
+        f"({name_seeds(record)}), lines join medians.{_name_command(record)}",
+        height=360,
+    )
+
+
+def _name_command(record: Record) -> str:
+    """Where a record comes from that was not made for this page."""
+    if "command" not in record.spec:
+        return ""
+    return f" From the record of {record.spec['date']} that comes with sqrtdk, made by: {record.spec['command']}"
+
+
+def _state_widths(record: Record) -> str:
+    sizes = sorted({row["d_k"] for row in record.tables["best"]})
+    solved: dict[tuple[str, str, str], list[str]] = {}
+    for row in record.tables["best"]:
+        where = solved.setdefault((row["scale"], row["init"], row.get("qk_step", "unit")), [])
+        if row.get("solved_interval", [0.0])[0] > 0.5:
+            where.append(str(row["d_k"]))
+
+    def name(where: Sequence[str]) -> str:
+        return "at none" if not where else "at each" if len(where) == len(sizes) else f"at {' and '.join(where)}"
+
+    listed = ", ".join(map(str, sizes))
+    parts = [
+        words.format(name(solved[setting]))
+        for setting, words in {
+            ("sqrt", "unit", "unit"): "with 1/√dₖ {}",
+            ("none", "unit", "unit"): "without scaling {}",
+            ("none", "absorbed", "unit"): "without it but with its start alone {}",
+            ("none", "absorbed", "absorbed"): "with its start and step {}",
+        }.items()
+        if setting in solved
+    ]
+    return f"At dₖ = {listed} most runs learn {', '.join(parts)}"
 
 
 def show_learned(record: Record) -> Figure | None:
@@ -236,7 +299,7 @@ def show_trained_heads(record: Record) -> Figure | None:
         Points(nan, nan, "#7b8390", "all heads at the start, mean", symbol="cross"),
         Points(nan, nan, "#7b8390", "a head after training"),
     ]
-    varying = ["init"] if len({group.init for group in shown}) > 1 else []
+    varying = list_varying(shown)
     return one_panel(
         _state_heads(shown, begins),
         Panel(
@@ -249,7 +312,7 @@ def show_trained_heads(record: Record) -> Figure | None:
             ),
             (*legend, *series),
         ),
-        f"Every head of every run, {name_seeds(record)} per setting at its best learning rate, on held-out data.",
+        f"Every head of every run, {name_seeds(record)} per setting at its learning rate, on held-out data.",
         height=80 + 44 * len(shown),
     )
 
@@ -264,20 +327,22 @@ def _state_heads(shown: Mapping[Group, Sequence[float]], begins: Mapping[Group, 
 
 
 def tabulate_settings(record: Record, table: str) -> list[Row]:
-    """The rows of ``best`` or ``summary`` for readers: policy, start of the weights, losses, how many seeds."""
+    """The rows of ``best``, ``summary`` or ``selection`` for readers: setting, losses, how many seeds."""
+    rows = record.tables[table]
+    several = len({row["d_k"] for row in rows}) > 1
     return [
         {
-            "scale": row["scale"],
-            "start of the weights": _START_WORDS.get(row["init"], row["init"]),
+            "setting": name_setting(row["scale"], row["init"], qk_step=row.get("qk_step", "unit")),
+            **({"d_k": row["d_k"]} if several else {}),
             "lr": row["lr"],
-            **{name: row.get(name) for name in ("final_loss_median", "final_loss_iqr", "solved_fraction")},
+            **{name: row.get(name) for name in _SHOWN},
             "seeds": row["n"],
         }
-        for row in record.tables[table]
+        for row in rows
     ]
 
 
-_START_WORDS = {"unit": "q and k of variance 1", "absorbed": "smaller, q·k of variance 1"}
+_SHOWN = ("final_loss_median", "final_loss_iqr", "solved_fraction", "solved_interval")
 
 
 def tabulate_stages(record: Record) -> list[Row]:
