@@ -1,5 +1,7 @@
 """Every private name of torch that sqrtdk relies on does on this torch what it is relied on for."""
 
+import threading
+
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -85,15 +87,32 @@ def test_the_plain_apply_records_as_apply_does():
 def test_a_mode_leaves_the_stack_from_below_others():
     one, two, three = Passing(), Passing(), Passing()
     stack = torch.utils._python_dispatch._get_current_dispatch_mode_stack
-    with one:
-        two.__enter__()
-        three.__enter__()
+    with one, two, three:
         internals.leave_mode(two)
         assert stack() == [one, three]
         internals.leave_mode(two)
         assert stack() == [one, three]
-        internals.leave_mode(three)
+        torch.utils._python_dispatch._push_mode(two)
     assert stack() == []
+
+
+def test_modes_of_threads_that_overlap_leave_no_flag():
+    class Own(internals.DispatchMode):
+        pass
+
+    def enter_second():
+        second.__enter__()
+        entered.set()
+        assert left.wait(20)
+        second.__exit__(None, None, None)
+
+    second, entered, left = Own(), threading.Event(), threading.Event()
+    thread = threading.Thread(target=enter_second)
+    with Own():
+        thread.start()
+        assert entered.wait(20)
+    left.set()
+    thread.join()
     assert not torch.utils._python_dispatch.is_in_torch_dispatch_mode()
 
 
@@ -108,8 +127,8 @@ def test_calls_of_modules_are_seen_once_whichever_way_they_come():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
     held = model.__call__  # as the wrapper of a compiled model does
     torchs = torch.nn.Module.__call__, torch.nn.Module._call_impl
-    calls.install()
-    calls.install()
+    calls.install(True)
+    calls.install(True)
     model(torch.ones(2))
     held(torch.ones(2))
     calls.remove()

@@ -170,7 +170,8 @@ def build(make, *args, seed=0, **kwargs):
 def hooks_now():
     """What torch calls for every module."""
     hooks = dict(module._global_forward_hooks), dict(module._global_forward_pre_hooks)
-    return *hooks, module.Module.__call__, module.Module._call_impl
+    is_any_mode_on = torch.utils._python_dispatch.is_in_torch_dispatch_mode()
+    return *hooks, module.Module.__call__, module.Module._call_impl, is_any_mode_on
 
 
 def modes_now():

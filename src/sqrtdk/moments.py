@@ -100,6 +100,8 @@ class Histogram(NamedTuple):
     @staticmethod
     def join(parts: Sequence[Histogram]) -> Histogram:
         """The groups of all parts, one after another."""
+        if len(parts) == 1:
+            return parts[0]
         before = np.cumsum([0, *(part.ends[-1] for part in parts)])
         ends = [part.ends[:-1] + start for part, start in zip(parts, before[:-1], strict=True)]
         bins, numbers = (np.concatenate([part[at] for part in parts]) for at in (1, 2))
@@ -137,6 +139,35 @@ def _count_up(group: Array, groups: int) -> Array:
     return np.searchsorted(group, np.arange(groups + 1))
 
 
+class Uncounted(NamedTuple):
+    """Groups that are not all counted into bins, which is half of the work and asked of few of them.
+
+    Each part is the numbers `[G, N]` of some groups, or their histogram.
+    """
+
+    parts: tuple[Array | Histogram, ...]
+
+    def take(self, first: int, last: int) -> Uncounted:
+        """Of the groups from `first` up to, not including, `last`."""
+        taken: list[Array | Histogram] = []
+        for part in self.parts:
+            size = len(part.ends) - 1 if isinstance(part, Histogram) else len(part)
+            begin, end = max(first, 0), min(last, size)
+            if begin < end:
+                taken.append(part.take(begin, end) if isinstance(part, Histogram) else part[begin:end])
+            first, last = first - size, last - size
+        return Uncounted(tuple(taken))
+
+    def counted(self) -> Histogram:
+        """The histogram of all."""
+        return Histogram.join([part if isinstance(part, Histogram) else _count(part) for part in self.parts])
+
+
+def _count(values_GN: Array) -> Histogram:
+    finite = np.isfinite(values_GN)
+    return Histogram.of(find_bins(values_GN), None if finite.all() else finite)
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Moments(Shown):
     """Count, mean, sum of squared deviations, least, largest and histogram of one statistic, one entry per head `[H]`.
@@ -151,7 +182,7 @@ class Moments(Shown):
     m2: Array
     least: Array
     largest: Array
-    filled_bins: Histogram
+    bins: Histogram | Uncounted
 
     @staticmethod
     def of(values: Array, rows: Array | None = None) -> Moments:
@@ -166,13 +197,25 @@ class Moments(Shown):
         count, mean, m2, least, largest = (array.reshape(shape) for array in measured[:-1])
         return Moments(count, (size if rows is None else rows) - count, mean, m2, least, largest, measured[-1])
 
+    @property
+    def filled_bins(self) -> Histogram:
+        """The histogram without its empty bins; counted when it is first asked for."""
+        if isinstance(self.bins, Uncounted):
+            object.__setattr__(self, "bins", self.bins.counted())
+        assert isinstance(self.bins, Histogram)
+        return self.bins
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "bins": self.filled_bins}
+
     @staticmethod
     def join(parts: Sequence[Moments]) -> Moments:
         """The entries of all parts, one after another along the first axis."""
         if len(parts) == 1:
             return parts[0]
         arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _ARRAYS}
-        return Moments(**arrays, filled_bins=Histogram.join([part.filled_bins for part in parts]))
+        bins = [part.bins.parts if isinstance(part.bins, Uncounted) else (part.bins,) for part in parts]
+        return Moments(**arrays, bins=Uncounted(tuple(part for some in bins for part in some)))
 
     @property
     def histogram(self) -> Array:
@@ -183,7 +226,7 @@ class Moments(Shown):
         """Of one entry of the first axis."""
         inner = math.prod(self.count.shape[1:])
         arrays = {name: getattr(self, name)[at] for name in _ARRAYS}
-        return Moments(**arrays, filled_bins=self.filled_bins.take(at * inner, (at + 1) * inner))
+        return Moments(**arrays, bins=self.bins.take(at * inner, (at + 1) * inner))
 
     def merge(self, other: Moments) -> Moments:
         """The moments of both sets of rows together (Chan, Golub, LeVeque 1979)."""
@@ -199,7 +242,7 @@ class Moments(Shown):
             m2=self.m2 + other.m2 + apart * apart * (self.count * (other.count / some)),
             least=np.minimum(self.least, other.least),
             largest=np.maximum(self.largest, other.largest),
-            filled_bins=self.filled_bins.merge(other.filled_bins),
+            bins=self.filled_bins.merge(other.filled_bins),
         )
 
     @property
@@ -262,4 +305,4 @@ def _measure(values_GN: Array) -> tuple[Any, ...]:
         if counted is not None:
             np.copyto(apart, 0.0, where=~counted)
         square = np.einsum("gn,gn->g", apart, apart)
-    return number, mean, square, least, largest, Histogram.of(find_bins(kept), counted)
+    return number, mean, square, least, largest, Uncounted((values_GN,))

@@ -182,6 +182,10 @@ class HeadSummary(Shown):
             max_keys=self.max_keys.merge(other.max_keys),
         )
 
+    def forget_rows(self) -> None:
+        """Count what is still to be counted, so that the numbers of single rows are held no longer."""
+        _ = self.by_statistic.filled_bins
+
     @property
     def heads(self) -> int:
         """Number of heads."""

@@ -121,7 +121,7 @@ def _merge(ranks_RCH: Array, left_out_SH: Array, histograms: Array) -> Moments:
         ),
     )
     histogram = np.swapaxes(histograms.reshape(heads, statistics, BINS), 0, 1)
-    return replace(floats, left_out=left_out_SH, filled_bins=Histogram.of_table(histogram))
+    return replace(floats, left_out=left_out_SH, bins=Histogram.of_table(histogram))
 
 
 def _sum(values: Array, device: torch.device, group: dist.ProcessGroup | None) -> Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -21,6 +21,14 @@ class _DispatchMode(_python_dispatch.TorchDispatchMode):  # type: ignore[no-unty
     def _should_skip_dynamo(cls) -> bool:
         # Else torch imports its compiler at the first operation, which takes seconds, and asks it at every other one.
         return False
+
+    # Torch also notes in a flag of the whole process that a mode is on, and loses count of it when threads overlap.
+    def __enter__(self) -> _DispatchMode:
+        _python_dispatch._push_mode(self)
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        leave_mode(self)
 
 
 # The class that it is made from is documented, its module is not: there is no public path to it.
@@ -97,8 +105,8 @@ class ModuleCalls:
     """Lets a function stand between every call of a module and torch, while it is installed.
 
     A hook on a module would switch the fast path of encoders off, a global one is passed by when the user interrupts,
-    and neither is told keyword arguments before the call. Both ways into a module lead here: `__call__`, and
-    `_call_impl`, which wrappers of compiled models hold on to.
+    and neither is told keyword arguments before the call. All calls come to `_call_impl`, but those of modules that are
+    compiled in place, which have one of their own: theirs are met at `__call__`.
     """
 
     def __init__(self, around: Callable[[module.Module, Callable[..., Any], Any, Any], Any]) -> None:
@@ -117,13 +125,14 @@ class ModuleCalls:
 
         self._own = {"__call__": enter, "_call_impl": enter_within}
 
-    def install(self) -> None:
-        """Begin; twice is once."""
-        for name, function in self._own.items():
+    def install(self, has_compiled: bool) -> None:
+        """Begin, with modules that are compiled in place or without; twice is once."""
+        # A change of `__call__` takes ten times as long: every class of modules has a slot for it.
+        for name in ("_call_impl", "__call__") if has_compiled else ("_call_impl",):
             present = getattr(module.Module, name)
-            if present is not function:
+            if present is not self._own[name]:
                 self._torchs[name] = present
-                setattr(module.Module, name, function)
+                setattr(module.Module, name, self._own[name])
 
     def remove(self) -> None:
         """End; what somebody else has put in its place meanwhile stays, and leads through here to torch."""
@@ -145,20 +154,21 @@ def has_numbers(tensor: Tensor) -> bool:
 
 def without_modes() -> AbstractContextManager[object]:
     """Leave out every dispatch mode: what is computed about a call must not be seen by a second watch around it."""
+    if not _count_dispatch_modes():  # within a mode's own handler it is off already
+        return nullcontext()
     guard: AbstractContextManager[object] = _python_dispatch._disable_current_modes()
     return guard
 
 
-def leave_mode(mode: Any) -> None:
-    """Take a mode from this thread's stack, wherever it is there; the others stay in their order."""
-    stack: list[Any] = _python_dispatch._get_current_dispatch_mode_stack()
-    places = [at for at, one in enumerate(stack) if one is mode]
-    if places:
-        above = stack[places[-1] + 1 :]
-        for one in reversed(stack[places[-1] :]):
-            one.__exit__(None, None, None)
-        for one in above:
-            one.__enter__()
+def leave_mode(mode: object) -> None:
+    """Take a mode from this thread's stack, where it is there the last time; the others stay in their order."""
+    if not any(one is mode for one in _python_dispatch._get_current_dispatch_mode_stack()):
+        return
+    above: list[Any] = []
+    while (top := _python_dispatch._pop_mode()) is not mode:
+        above.append(top)
+    for one in reversed(above):
+        _python_dispatch._push_mode(one)
 
 
 def is_in_backward() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,7 +69,9 @@ def measure(call: SeenCall, sample_rows: int | None) -> AttentionStatistics:
             given["window"] = (call.last - call.first, None)
     elif call.first is not None:
         given = {"window": (0, None), "causal_offset": call.first}
-    with without_modes(), torch.no_grad(), torch.autocast(call.q.device.type, enabled=False):
+    kind = call.q.device.type
+    is_cast = torch.is_autocast_enabled(kind)
+    with without_modes(), torch.no_grad(), torch.autocast(kind, enabled=False) if is_cast else nullcontext():
         q, k = call.q.detach(), call.k.detach()
         if q.dtype != k.dtype:
             q, k = q.float(), k.float()

@@ -121,8 +121,8 @@ def _count_columns(q: Tensor, k: Tensor) -> int:
     """dₖ without the columns that are zero everywhere in q or in k, as padding to a faster width leaves them."""
     if not q.numel() or not k.numel():
         return q.shape[-1]
-    # A column of padding is at the end: one look tells that there is none.
-    if bool(q[..., -1].any()) and bool(k[..., -1].any()):
+    # A column of padding is at the end: one look tells that there is none, mostly at the first tokens alone.
+    if all(bool(x[:, :, :1, -1].any()) or bool(x[..., -1].any()) for x in (q, k)):
         return q.shape[-1]
     used = q.flatten(0, -2).any(dim=0) & k.flatten(0, -2).any(dim=0)
     return int(used.sum()) or q.shape[-1]

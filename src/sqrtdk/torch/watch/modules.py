@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -26,13 +25,16 @@ def name_modules(model: nn.Module) -> dict[nn.Module, str]:
         inner = inner.module
     names = {inner: ""}
     for path, module in inner.named_modules():
-        names.setdefault(module, ".".join(part for part in path.split(".") if part not in _WRAPPERS))
+        if any(wrapper in path for wrapper in _WRAPPERS):
+            path = ".".join(part for part in path.split(".") if part not in _WRAPPERS)
+        names.setdefault(module, path)
     unwrapped = getattr(inner, "_orig_mod", None)
     while isinstance(unwrapped, nn.parallel.DistributedDataParallel | nn.DataParallel):
         shortened = {module: path.removeprefix("module").removeprefix(".") for module, path in names.items()}
         names, unwrapped = shortened, unwrapped.module
-    for module in model.modules():  # wrappers themselves
-        names.setdefault(module, "")
+    if inner is not model:
+        for module in model.modules():  # wrappers themselves
+            names.setdefault(module, "")
     return names
 
 
@@ -78,41 +80,56 @@ class CallCounter:
         return LayerKey(path, min(calls.setdefault(number, len(calls)), MOST_CALLS - 1))
 
 
-@dataclass(eq=False)
 class Frame:
     """One running call of a module: its number, its arguments, and how much had been seen when it began."""
 
-    number: int
-    module: nn.Module
-    path: str
-    heads: int | None
-    products: int
-    taken: int
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    __slots__ = ("_given", "args", "heads", "kwargs", "module", "number", "path", "products", "taken")
 
-    @cached_property
+    def __init__(
+        self,
+        number: int,
+        module: nn.Module,
+        path: str,
+        heads: int | None,
+        products: int,
+        taken: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self.number, self.module, self.path, self.heads = number, module, path, heads
+        self.products, self.taken = products, taken
+        self.args, self.kwargs = args, kwargs
+        self._given: dict[str, Any] | None = None
+
+    @property
     def given(self) -> dict[str, Any]:
         """The arguments of the module's forward by name, as far as they can be told."""
-        forward = self.module.forward
-        function = getattr(forward, "__func__", None)
-        try:
-            if function is None:
-                bound = inspect.signature(forward).bind_partial(*self.args, **self.kwargs)
-            else:
-                bound = _read_signature(function).bind_partial(self.module, *self.args, **self.kwargs)
-        except (TypeError, ValueError):
-            return dict(self.kwargs)
-        given = dict(bound.arguments)
-        for name in ("kwargs", "model_kwargs"):
-            if isinstance(given.get(name), dict):
-                given |= given.pop(name)
-        return given
+        if self._given is None:
+            given = self.kwargs
+            if self.args:
+                forward = self.module.forward
+                function = getattr(forward, "__func__", None)
+                names = _read_names(forward) if function is None else _read_names_of_method(function)
+                given = dict(zip(names, self.args, strict=False)) | given
+            for name in ("kwargs", "model_kwargs"):
+                if isinstance(given.get(name), dict):
+                    given = given | given[name]
+            self._given = given
+        return self._given
+
+
+def _read_names(forward: Any) -> tuple[str, ...]:
+    """The names of the arguments that may be given by place."""
+    try:
+        parameters = inspect.signature(forward).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    return tuple(one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD))
 
 
 @lru_cache(maxsize=1024)
-def _read_signature(function: Any) -> inspect.Signature:
-    return inspect.signature(function)
+def _read_names_of_method(function: Any) -> tuple[str, ...]:
+    return _read_names(function)[1:]
 
 
 def find_learnt(modules: Iterable[nn.Module]) -> list[Tensor]:

@@ -17,6 +17,9 @@ from sqrtdk.torch.internals import ModuleCalls
 class Listener(Protocol):
     """What is told about calls of modules."""
 
+    has_compiled: bool
+    """Whether modules that it follows are compiled."""
+
     def follows(self, module: nn.Module) -> bool:
         """Whether it wants to know of this module."""
         ...
@@ -48,7 +51,7 @@ def listen(listener: Listener) -> Callable[[], None]:
     global _is_eager
     reference = weakref.ref(listener)
     _open.append(reference)
-    _calls.install()
+    _calls.install(listener.has_compiled)
     if not _is_eager and is_compiler_loaded():
         _stance.enter_context(torch.compiler.set_stance("force_eager"))
         _is_eager = True
@@ -67,7 +70,7 @@ def listen(listener: Listener) -> Callable[[], None]:
 
 def is_compiler_loaded() -> bool:
     """Whether something may be compiled; importing the compiler to ask it would take a second."""
-    return bool({"torch._dynamo", "torch.nn.attention.flex_attention"} & set(sys.modules))
+    return "torch._dynamo" in sys.modules or "torch.nn.attention.flex_attention" in sys.modules
 
 
 def _run(module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -48,11 +48,6 @@ class SeenRows(NamedTuple):
     tokens: Tensor | None
     causes: Tensor
 
-    @property
-    def number(self) -> int:
-        """Rows of all heads."""
-        return int(np.prod(self.statistics.shape))
-
     def as_block(self) -> RowBlock:
         """The rows as they are summarised."""
         rows = self.statistics.numpy()
@@ -192,14 +187,17 @@ class Seen(Shown):
         except UntoldError as reason:
             return str(reason)
 
-    def add(self, layer: LayerKey, rows: SeenRows, padding: Padding) -> None:
-        """Add the rows of a call to its layer."""
+    def add(self, layer: LayerKey, rows: SeenRows, number: int, padding: Padding) -> None:
+        """Add the rows of a call, of which there are so many, to its layer."""
         self._summaries.setdefault(layer, None)
         self._padding.setdefault(layer, padding)
         self._waiting.setdefault(layer, []).append(rows)
-        self._number_waiting += rows.number
+        self._number_waiting += number
         if self._number_waiting > _MOST_WAITING:
             self._summarise()
+            for summary in self._summaries.values():
+                if summary is not None:
+                    summary.forget_rows()
 
     def _summarise(self) -> None:
         """Summarise the rows that wait, those of all layers together."""

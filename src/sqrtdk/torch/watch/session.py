@@ -33,7 +33,7 @@ from sqrtdk.torch.watch.modules import (
 )
 from sqrtdk.torch.watch.padding import Padding, read_keys, read_tokens
 from sqrtdk.torch.watch.recognise import Candidate, Recogniser, Stack
-from sqrtdk.torch.watch.running import is_compiler_loaded, listen
+from sqrtdk.torch.watch.running import listen
 from sqrtdk.torch.watch.seen import Seen, SeenRows
 
 _EAGER = "compiled regions ran eagerly while watched"
@@ -102,10 +102,10 @@ def watch(
 
 def _check_numbers(model: nn.Module) -> None:
     """Refuse a model on the device meta or of fake tensors; one whose weights are loaded for each call is none."""
-    named = list(model.named_parameters())
-    is_loaded_later = any(hasattr(module, "_hf_hook") for module in model.modules())
-    if named and not is_loaded_later and not any(has_numbers(parameter) for _, parameter in named):
-        name, parameter = named[0]
+    name, parameter = next(model.named_parameters(), ("", None))
+    if parameter is None or has_numbers(parameter) or any(map(has_numbers, model.parameters())):
+        return
+    if not any(hasattr(module, "_hf_hook") for module in model.modules()):
         kind = "on the device meta" if parameter.device.type == "meta" else "fake"
         raise InvalidValueError(
             f"model must have parameters with numbers, got tensors that are {kind} ({name} and all others); load or "
@@ -152,13 +152,15 @@ class Watch(AbstractContextManager[Seen]):
         self._heads: dict[nn.Module, int | None] = {}
         self._parameters: frozenset[int] = frozenset()
         self._close: weakref.finalize[..., Any] | None = None
+        self.has_compiled = False
         self.seen = Seen()
 
     def __enter__(self) -> Seen:
         if self._names:
             raise InvalidValueError("a watch is entered once; call watch(model) again for another")
         self._names = name_modules(self._model)
-        if is_compiler_loaded() and is_compiled(self._names):
+        self.has_compiled = is_compiled(self._names)
+        if self.has_compiled:
             self.seen.notes.append(_EAGER)
         if torch.is_autocast_enabled(_device_of(self._model)):
             # Weights that were cast before would not be known for weights.
@@ -193,11 +195,11 @@ class Watch(AbstractContextManager[Seen]):
                 self._begin_call()
         recogniser = thread.recogniser
         products, taken = (0, 0) if recogniser is None else (recogniser.products, recogniser.taken)
-        number = thread.calls = thread.calls + 1
+        thread.calls += 1
         if module not in self._heads:
             self._heads[module] = read_heads(module)
         path, heads = self._names[module], self._heads[module]
-        thread.frames.append(Frame(number, module, path, heads, products, taken, args, kwargs))
+        thread.frames.append(Frame(thread.calls, module, path, heads, products, taken, args, kwargs))
         thread.stack = None
 
     def end_module(self, running: int, output: Any, *, has_failed: bool) -> None:
@@ -277,13 +279,15 @@ class Watch(AbstractContextManager[Seen]):
         with without_modes(), torch.no_grad():
             tokens, padding = self._find_padding(call)
         record = self.seen.note_scale(layer, call)
-        causes = read_causes(call, tokens, record.d_k)
+        rows = SeenRows(candidate.statistics, call.first_position, tokens, read_causes(call, tokens, record.d_k))
+        batch, heads, queries, _ = call.shape
+        number = batch * heads * (queries if self._sample_rows is None else min(queries, self._sample_rows))
         with self._lock:
             if layer.call == MOST_CALLS - 1:
                 self.seen.note_loop(path)
             self.seen.note_heads(path, call)
             self.seen.keep(layer, call, tokens)
-            self.seen.add(layer, SeenRows(candidate.statistics, call.first_position, tokens, causes), padding)
+            self.seen.add(layer, rows, number, padding)
 
     def _find_padding(self, call: SeenCall) -> tuple[Tensor | None, Padding]:
         """Which rows `[B, L]` of a call are tokens, None for all, and by whom it was told."""
