@@ -183,8 +183,12 @@ def test_widths_are_told_by_the_share_of_runs_that_learn():
         "at none"
     )
     sentence = answer({"widths": at_sizes(start=(1, 0.25)), "ablation": make_ablation()})[0]
-    assert "0%, 0% learn the task without the scale and 100%, 100% with 1/√dₖ" in sentence
-    assert "with its start alone 100%, 25%, with its start and step 100%, 100%" in sentence
+    assert sentence == (
+        "Training without the scale fails at dₖ = 16, 64 (0%, 0% of the runs learn, with 1/√dₖ 100%, 100%), unless W_q "
+        "and W_k have its start and its step in another way (100%, 100%; its start alone 100%, 25%)."
+    )
+    assert "does not always fail at dₖ = 16, 64 (100%, 0% of" in answer({"widths": at_sizes(none=(1, 0))})[0]
+    assert "); where W_q and W_k have" in answer({"widths": at_sizes(both=(1, 0))})[0]
 
 
 def test_a_record_that_ships_names_its_command_and_day():

@@ -19,7 +19,9 @@ SHIPPED = AblationSpec(
 )
 """What was trained."""
 
-COMMAND = "sqrtdk ablate --d-k 16,64,256 --control --lr 1e-4,3e-4,1e-3,3e-3,1e-2,3e-2 --seeds 16 --store runs.sqlite"
+COMMAND = (
+    "sqrtdk ablate --d-k 16,64,256 --control --lr 0.0001,0.0003,0.001,0.003,0.01,0.03 --seeds 16 --store runs.sqlite"
+)
 """The command that trains it again."""
 
 _RUN_COLUMNS = ("scale", "d_k", "seed", "init", "qk_step", "lr", "status", "final_loss", "solved", "steps_to_threshold")

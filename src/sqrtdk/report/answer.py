@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sqrtdk.records import Record
+from sqrtdk.records import Record, Row
 from sqrtdk.report.learning_figures import name_loss
 from sqrtdk.report.story_figures import cells_of, choose_size, find_most_uneven, name_keys
 from sqrtdk.report.training_figures import compares_scaling, fails_to_learn, has_own_rates, losses_of
@@ -100,22 +100,27 @@ def _tell_training(record: Record) -> str:
 
 def _tell_widths(record: Record) -> str:
     """The share of runs that learn at each width, without the scale, with it, and with its start and step alone."""
-    sizes = sorted({row["d_k"] for row in record.tables["best"]})
-
-    def solved(scale: str, init: str = "unit", qk_step: str = "unit") -> str | None:
-        rows = {
-            row["d_k"]: row
-            for row in record.tables["best"]
-            if (row["scale"], row["init"], row.get("qk_step", "unit")) == (scale, init, qk_step)
-        }
-        return ", ".join(f"{rows[d_k]['solved_fraction']:.0%}" for d_k in sizes) if rows else None
-
-    start, both = solved("none", "absorbed"), solved("none", "absorbed", "absorbed")
+    rows: dict[tuple[str, str, str], list[Row]] = {}
+    for row in sorted(record.tables["best"], key=lambda row: row["d_k"]):
+        rows.setdefault((row["scale"], row["init"], row.get("qk_step", "unit")), []).append(row)
+    shares = {
+        setting: ", ".join(f"{row['solved_fraction']:.0%}" for row in of_setting)
+        for setting, of_setting in rows.items()
+    }
+    none, both = rows["none", "unit", "unit"], ("none", "absorbed", "absorbed")
+    fails = all(row["solved_interval"][1] < 0.5 for row in none)
     rates = len(record.spec["lrs"])
-    tried = f" at the best of {rates} learning rates" if rates > 1 else ""
-    controls = [f"with its start alone {start}"] if start else []
-    controls += [f"with its start and step {both}"] if both else []
+    tried = f", each at the best of {rates} learning rates" if rates > 1 else ""
+    told = (
+        f"training without the scale {'fails' if fails else 'does not always fail'} at dₖ = "
+        f"{', '.join(str(row['d_k']) for row in none)} ({shares['none', 'unit', 'unit']} of the runs learn, with 1/√dₖ "
+        f"{shares['sqrt', 'unit', 'unit']}{tried})"
+    )
+    if both not in rows:
+        return told
+    mends = fails and all(row["solved_interval"][0] > 0.5 for row in rows[both])
+    start = shares.get(("none", "absorbed", "unit"))
     return (
-        f"of the trained models at dₖ = {', '.join(map(str, sizes))}{tried}, {solved('none')} learn the task without "
-        f"the scale and {solved('sqrt')} with 1/√dₖ" + (f"; without it, but {', '.join(controls)}" if controls else "")
+        f"{told}{', unless' if mends else '; where'} W_q and W_k have its start and its step in another way "
+        f"({shares[both]}{f'; its start alone {start}' if start else ''})"
     )
