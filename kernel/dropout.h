@@ -1,8 +1,11 @@
 // Dropout: which weights are kept is a function of seed, row and key alone, so that the backward pass draws what the
 // forward pass drew, on every level and in any order.
 //
-//   start, twist    = two words of 32 bits from seed and row, once per row
-//   draw(row, key)  = start + key * key_step, mixed, the twist stirred in half way: vertical in tiles, along a few rows
+//   start, step, twist = words of 32 bits from seed and row, once per row; the step is odd
+//   draw(row, key)     = start + key * step, mixed, the twist stirred in half way: vertical in tiles, along a few rows
+//
+// The step is a row's own: with one step for all, any two rows would mix the same numbers, one some keys behind the
+// other, and nothing but their twists would tell them apart.
 //
 // src/sqrtdk/draws.py draws the same words in NumPy and torch, and a test compares them.
 #pragma once
@@ -16,8 +19,8 @@ namespace sqrtdk {
 namespace SQRTDK_LEVEL {
 namespace {
 
-// Odd, and below 2^31: their products with a word stay within int64, which is what torch has.
-constexpr uint32_t key_step = 0x1e3779b9, first_multiplier = 0x21f0aaad, second_multiplier = 0x735a2d97;
+// Odd, and below 2^31, as steps are: their products with a word stay within int64, which is what torch has.
+constexpr uint32_t first_multiplier = 0x21f0aaad, second_multiplier = 0x735a2d97;
 
 // A permutation of the words in which every bit moves every other (Mueller, Wellons: hash prospector).
 inline uint32_t mix(uint32_t word) {
@@ -51,7 +54,7 @@ struct Odds {
 
 // The words of one row.
 struct RowDraw {
-    uint32_t start, twist;
+    uint32_t start, step, twist;
 
     // `row` counts from the first of this call.
     static RowDraw of(const Dropout& dropout, int64_t row) {
@@ -59,10 +62,11 @@ struct RowDraw {
         const uint32_t low = uint32_t(seed), high = uint32_t(seed >> 32);
         const uint32_t key = mix(low ^ mix(high + 1)), other_key = mix(high ^ mix(low + 1));
         const uint32_t start = mix(uint32_t(number) ^ mix(uint32_t(number >> 32) ^ key));
-        return {start, mix(start + other_key)};
+        const uint32_t twist = mix(start + other_key);
+        return {start, mix(twist ^ key) >> 1 | 1, twist};
     }
 
-    uint32_t at(int64_t key) const { return draw(start + uint32_t(key) * key_step, twist); }
+    uint32_t at(int64_t key) const { return draw(start + uint32_t(key) * step, twist); }
 };
 
 // What becomes of the weights of one row, key by key.
@@ -123,7 +127,7 @@ struct TileDraws {
     using S = Simd<T>;
     using D = DrawLanes<T>;
 
-    alignas(64) uint32_t start[W], twist[W];
+    alignas(64) uint32_t start[W], step[W], twist[W];
     uint32_t threshold;
     T factor;
 
@@ -135,6 +139,7 @@ struct TileDraws {
         for (int i = 0; i < W; ++i) {
             const RowDraw row = RowDraw::of(dropout, first_row + i);
             start[i] = row.start;
+            step[i] = row.step;
             twist[i] = row.twist;
         }
     }
@@ -142,11 +147,11 @@ struct TileDraws {
     // One vector of rows: numbers [key][W] become 0 where the draw says so; `grown`: the others grow by the factor.
     template <bool grown>
     __attribute__((noinline)) void drop(T* numbers, int64_t first_key, int64_t keys, int at) const {
-        const auto twists = D::load(twist + at);
+        const auto twists = D::load(twist + at), steps = D::load(step + at);
         const auto grow = S::all(factor);
-        auto word = D::load(start + at) + uint32_t(first_key) * key_step;
+        auto word = D::load(start + at) + uint32_t(first_key) * steps;
 #pragma GCC unroll 2
-        for (int64_t j = 0; j < keys; ++j, word += key_step) {
+        for (int64_t j = 0; j < keys; ++j, word += steps) {
             const auto x = D::keep(D::kept(word, twists, threshold), S::load(numbers + j * W));
             S::store(numbers + j * W, grown ? S::mul(x, grow) : x);
         }
@@ -154,10 +159,10 @@ struct TileDraws {
 
     // The same of weights in pairs of keys [key / 2][W] (pairs.h).
     __attribute__((noinline)) void drop_pairs(T* pairs, int64_t first_key, int64_t keys, int at) const {
-        const auto twists = D::load(twist + at);
-        auto word = D::load(start + at) + uint32_t(first_key) * key_step;
-        for (int64_t j = 0; j < keys; j += 2, word += 2 * key_step) {
-            const auto first = D::kept(word, twists, threshold), second = D::kept(word + key_step, twists, threshold);
+        const auto twists = D::load(twist + at), steps = D::load(step + at);
+        auto word = D::load(start + at) + uint32_t(first_key) * steps;
+        for (int64_t j = 0; j < keys; j += 2, word += 2 * steps) {
+            const auto first = D::kept(word, twists, threshold), second = D::kept(word + steps, twists, threshold);
             T* const to = pairs + j / 2 * W;
             S::store(to, D::keep((first & 0x0000ffff) | (second & ~0x0000ffff), S::load(to)));
         }
@@ -173,11 +178,11 @@ void drop_row(const Dropout& dropout, int64_t row, int64_t first_key, int64_t ke
     const RowDraw words = RowDraw::of(dropout, row);
     uint32_t starts[S::lanes], twists[S::lanes];
     for (int i = 0; i < S::lanes; ++i) {
-        starts[i] = words.start + uint32_t(first_key + i) * key_step;
+        starts[i] = words.start + uint32_t(first_key + i) * words.step;
         twists[i] = words.twist;
     }
     auto word = D::load(starts);
-    for (int64_t j = 0; j < keys; j += S::lanes, word += uint32_t(S::lanes) * key_step) {
+    for (int64_t j = 0; j < keys; j += S::lanes, word += uint32_t(S::lanes) * words.step) {
         const auto kept = D::kept(word, D::load(twists), odds.threshold);
         S::store(weights + j, D::keep(kept, S::load(weights + j)));
     }

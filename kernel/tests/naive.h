@@ -164,7 +164,8 @@ inline uint64_t draw(uint64_t seed, uint64_t row, uint64_t key) {
     const uint64_t low = seed % words, high = seed / words;
     const uint64_t one = mix(low ^ mix((high + 1) % words)), other = mix(high ^ mix((low + 1) % words));
     const uint64_t start = mix(row % words ^ mix(row / words ^ one)), twist = mix((start + other) % words);
-    uint64_t x = (start + key * 0x1e3779b9) % words;
+    const uint64_t step = mix(twist ^ one) / 2 | 1;
+    uint64_t x = (start + key * step) % words;
     x = (x ^ x >> 16) * 0x21f0aaad % words;
     return (x ^ x >> 15 ^ twist) * 0x735a2d97 % words;
 }

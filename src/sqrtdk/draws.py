@@ -7,7 +7,6 @@ from typing import Any
 # 32 bits kept in an int64: a product with a multiplier below 2³¹ never overflows.
 WORD = 0xFFFFFFFF
 _FIRST_MULTIPLIER, _SECOND_MULTIPLIER = 0x21F0AAAD, 0x735A2D97
-KEY_STEP = 0x1E3779B9
 
 
 def mix(word: Any) -> Any:
@@ -23,7 +22,8 @@ def draw(seed: Any, rows: Any, keys: Any) -> Any:
     """A 32-bit word for each weight: those of one row, and those of one key, are independent as far as tests can tell.
 
     Nothing is carried from word to word, so that any part of them can be drawn alone, in any order: the backward pass
-    draws what the forward pass drew. `kernel/dropout.h` has the same in C++.
+    draws what the forward pass drew. Each row goes through the words with a step of its own, so that no row mixes the
+    numbers of another some keys later. `kernel/dropout.h` has the same in C++.
 
     Args:
         seed: an integer, or an int64 array or tensor of one element.
@@ -35,13 +35,14 @@ def draw(seed: Any, rows: Any, keys: Any) -> Any:
 
     >>> import numpy as np
     >>> draw(7, np.arange(2)[:, None], np.arange(3)).tolist()
-    [[56850723, 2249137244, 1679141780], [2752210711, 4200255357, 1705087053]]
+    [[56850723, 3030764397, 1333805479], [2752210711, 3669753654, 1490790325]]
     """
     low, high = seed & WORD, (seed >> 32) & WORD
     key, other_key = mix(low ^ mix((high + 1) & WORD)), mix(high ^ mix((low + 1) & WORD))
     start = mix((rows & WORD) ^ mix(((rows >> 32) & WORD) ^ key))
     twist = mix((start + other_key) & WORD)
-    word = (start + (keys & WORD) * KEY_STEP) & WORD
+    step = (mix(twist ^ key) >> 1) | 1
+    word = (start + (keys & WORD) * step) & WORD
     word = word ^ (word >> 16)
     word = (word * _FIRST_MULTIPLIER) & WORD
     word = word ^ (word >> 15) ^ twist

@@ -172,7 +172,8 @@ def _draw_kept(case: Case, shape: tuple[int, ...]) -> np.ndarray:
     rows = np.arange(math.prod(shape[:-1]), dtype=np.uint64).reshape(*shape[:-1], 1)
     start = mix(rows ^ mix(one))
     twist = mix((start + other) % words)
-    x = (start + np.arange(shape[-1], dtype=np.uint64) * np.uint64(0x1E3779B9)) % words
+    step = mix(twist ^ one) >> np.uint64(1) | np.uint64(1)
+    x = (start + np.arange(shape[-1], dtype=np.uint64) * step) % words
     x = (x ^ x >> np.uint64(16)) * np.uint64(0x21F0AAAD) % words
     x = (x ^ x >> np.uint64(15) ^ twist) * np.uint64(0x735A2D97) % words
     return x >= np.uint64(min(math.floor(case.dropout * 2**32), 2**32 - 1))

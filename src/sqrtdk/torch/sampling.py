@@ -5,8 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sqrtdk.draws import KEY_STEP, WORD, mix
+from sqrtdk.draws import WORD, mix
 from sqrtdk.errors import InvalidTypeError, InvalidValueError
+
+# Odd: strata next to each other have words far apart before they are mixed.
+_STEP = 0x1E3779B9
 
 
 def sample_positions(rows: int, count: int, seed: int, device: torch.device | str | None = None) -> Tensor:
@@ -49,5 +52,5 @@ def _hash(counter: Tensor, seed: int) -> Tensor:
     """A 32-bit word per counter, keyed by the seed: a counter-based generator (Salmon et al. 2011) of two rounds."""
     seeds = torch.full_like(counter, seed)
     key = mix((seeds & WORD) ^ mix((seeds >> 32) + 1))
-    words: Tensor = mix(mix((counter * KEY_STEP + key) & WORD) ^ key)
+    words: Tensor = mix(mix((counter * _STEP + key) & WORD) ^ key)
     return words
