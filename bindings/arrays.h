@@ -80,6 +80,13 @@ class View {
         if (PyErr_Occurred()) {
             throw nb::python_error();
         }
+        bool some = true;
+        for (int axis = 0; axis < axes_; ++axis) {
+            some = some && sizes_[axis] != 0;
+        }
+        if (some && !data_) {
+            throw nb::value_error("a tensor must have an address");
+        }
     }
 
     Py_buffer buffer_;

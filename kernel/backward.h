@@ -66,7 +66,10 @@ class BackwardLoop {
 
     BackwardLoop(const Backward& call, const Cut& cut, Work& work, int worker, Arena& arena)
         : call_(call), cut_(cut), work_(work), worker_(worker), tiles_(arena.take<Tile>(size_t(cut.group_rows / W))) {
-        for (int64_t t = 0; t < cut.group_rows / W; ++t) tiles_[t].attach(call, arena.take<T>(Tile::numbers(call)));
+        // A tile's numbers are whole vectors: each begins where one may.
+        const int64_t tiles = cut.group_rows / W;
+        T* numbers = arena.take<T>(size_t(tiles) * Tile::numbers(call));
+        for (int64_t t = 0; t < tiles && arena.ok(); ++t) tiles_[t].attach(call, numbers + t * Tile::numbers(call));
         slopes_.weights = arena.take<T>(backward_block * W);
         slopes_.slopes = arena.take<T>(backward_block * W);
         if constexpr (Tile::paired) {
@@ -77,9 +80,11 @@ class BackwardLoop {
         values_ = arena.take<T>(size_t(backward_block * call.d_v));
     }
 
-    // The rows of one split of (n, g). Returns whether the sums, which begin at zero here, stayed finite.
+    // The rows of one split of (n, g). Returns whether the sums, which begin at zero here, are sound: finite, if more
+    // room would help, and made of weights that add up.
     bool run(int64_t n, int64_t g, int64_t split, const KeySums<T>& sums) {
         bool fresh = true;
+        adds_up_ = true;
         for (int64_t round = 0; round < cut_.rounds() && !work_.is_over(worker_); ++round) {
             const int64_t group = cut_.group(split, round);
             if (group >= cut_.groups) continue;
@@ -87,6 +92,7 @@ class BackwardLoop {
             fresh = false;
         }
         if (fresh) sums.clear(0, call_.keys);
+        if (!adds_up_ || sizeof(T) == sizeof(double)) return adds_up_;
         return is_finite_row(sums.key, 1, call_.keys * sums.key_row) &&
                is_finite_row(sums.value, 1, call_.keys * sums.value_row);
     }
@@ -119,6 +125,7 @@ class BackwardLoop {
         for (int t = 0; t < tiles; ++t) {
             Tile& tile = tiles_[t];
             tile.finish(call_);
+            adds_up_ = adds_up_ && tile.adds_up(call_);
             for (; tile.odd != 0 && !work_.is_over(worker_); tile.odd &= tile.odd - 1) {
                 const int i = __builtin_ctzll(tile.odd);
                 if (!differentiate_carefully<In>(call_, n, g, tile.first_row + i, tile.odd_from[i], sums))
@@ -167,6 +174,7 @@ class BackwardLoop {
     SlopeBlock<T> slopes_;
     PairedKeys<T> pairs_;
     T *keys_, *values_;  // [backward_block][D or V], only for copies
+    bool adds_up_ = true;
 };
 
 template <class T, class In>
@@ -175,7 +183,7 @@ struct BackwardPass {
     const Cut& cut;
     Work& work;
     T* memory;     // [head][split][S][padded D + padded V], if heads are split
-    bool* sounds;  // [head][split]: whether the sums are finite
+    bool* sounds;  // [head][split]: whether the sums are sound
 
     static constexpr int64_t reduced_keys = 256;
     int64_t key_row() const { return padded<T>(call.d_k); }
@@ -200,16 +208,16 @@ struct BackwardPass {
     void serve(int worker) {
         const bool own = cut.splits == 1 && !is_direct();
         Arena arena(BackwardLoop<T, In>::bytes(call, cut) + (own ? size_t(split_size()) * sizeof(T) : 0) + 64);
-        if (!arena.ok()) return work.fail(Status::out_of_memory);
         BackwardLoop<T, In> loop(call, cut, work, worker, arena);
         T* own_sums = arena.take<T>(own ? size_t(split_size()) : 0);
+        if (!arena.ok()) return work.fail(Status::out_of_memory);
         for (int64_t piece; (piece = work.take(worker)) >= 0;) {
             // The last rows of a causal call see most: their splits go first.
             const int64_t head = piece / cut.splits, split = cut.splits - 1 - piece % cut.splits;
             const int64_t n = head / call.groups, g = head % call.groups;
             T* at = own ? own_sums : memory + (head * cut.splits + split) * split_size();
             const KeySums<T> sums = is_direct() ? gradients_of(head) : sums_in(at);
-            const bool sound = loop.run(n, g, split, sums) || sizeof(T) == sizeof(double);
+            const bool sound = loop.run(n, g, split, sums);
             if (cut.splits > 1) {
                 sounds[head * cut.splits + split] = sound;
             } else if (!sound) {
@@ -220,55 +228,20 @@ struct BackwardPass {
         }
     }
 
-    // Finite numbers whose sums leave the range of float on the way may be finite in the end: the head once more, all
-    // of it copied to float64.
+    // A head whose sums are not sound once more, in float64, key by key: finite numbers whose sums leave the range of
+    // float on the way may be finite in the end.
     void run_in_double(int64_t head, int worker) {
-        using Loop = BackwardLoop<double, double>;
-        const int64_t n = head / call.groups, g = head % call.groups, d_k = call.d_k, d_v = call.d_v;
-        Cut whole = cut;
-        whole.splits = 1;
-        const int64_t key_row = padded<double>(d_k), value_row = padded<double>(d_v), rows = cut.rows;
-        const int64_t size = call.keys * (key_row + value_row),
-                      copies = (2 * rows + call.keys) * (d_k + d_v) + 2 * rows;
-        Arena arena(Loop::bytes(call, whole) + sizeof(double) * size_t(size + copies) + 10 * 64);
+        const int64_t n = head / call.groups, g = head % call.groups;
+        const int64_t key_size = call.keys * call.d_k, value_size = call.keys * call.d_v;
+        Arena arena(sizeof(double) * size_t(key_size + value_size) + 2 * 64);
+        double *keys = arena.take<double>(size_t(key_size)), *values = arena.take<double>(size_t(value_size));
         if (!arena.ok()) return work.fail(Status::out_of_memory);
-        Backward wide = call;
-        const auto widen_rows = [&](Query& x, int64_t width) {
-            double* to = arena.take<double>(size_t(rows * width));
-            for (int64_t r = 0; r < call.shared; ++r)
-                copy_block<double, In>(static_cast<const In*>(x.data) + n * x.n + g * x.g + r * x.r, x.l, x.d,
-                                       call.queries, width, to + r * call.queries * width);
-            x = {to, 0, 0, call.queries * width, width, 1};
-        };
-        const auto widen_keys = [&](KeyValue& x, int64_t width) {
-            double* to = arena.take<double>(size_t(call.keys * width));
-            copy_block<double, In>(static_cast<const In*>(x.data) + n * x.n + g * x.g, x.s, x.d, call.keys, width, to);
-            x = {to, 0, 0, width, 1};
-        };
-        widen_rows(wide.q, d_k);
-        widen_rows(wide.grad_output, d_v);
-        widen_keys(wide.k, d_k);
-        widen_keys(wide.v, d_v);
-        // These are indexed by the rows of all heads. The forward pass's maxima are off by what float rounds large
-        // logits by, and exp would make any number of that.
-        const int64_t first_row = head * rows;
-        double *max = arena.take<double>(size_t(rows)), *sum = arena.take<double>(size_t(rows));
-        for (int64_t row = 0; row < rows; ++row) weigh_carefully<In>(call, n, g, row, max + row, sum + row);
-        wide.saved = {max - first_row, sum - first_row};
-        double* output = arena.take<double>(size_t(rows * d_v));
-        const Working<In>* given = static_cast<const Working<In>*>(call.output) + first_row * d_v;
-        for (int64_t i = 0; i < rows * d_v; ++i) output[i] = double(given[i]);
-        wide.output = output - first_row * d_v;
-        double* query = arena.take<double>(size_t(rows * d_k));
-        wide.gradients.query = query - first_row * d_k;
-        Loop loop(wide, whole, work, worker, arena);
-        double* at = arena.take<double>(size_t(size));
-        const KeySums<double> sums{at, at + call.keys * key_row, key_row, value_row};
-        loop.run(n, g, 0, sums);
-        In* to = static_cast<In*>(call.gradients.query) + first_row * d_k;
-        for (int64_t i = 0; i < rows * d_k; ++i) to[i] = narrow(Working<In>(query[i]), In());
-        write_sums(sums.key, size, 1, key_row, d_k, 0, call.keys, to_key(head));
-        write_sums(sums.value, size, 1, value_row, d_v, 0, call.keys, to_value(head));
+        const KeySums<double> sums{keys, values, call.d_k, call.d_v};
+        sums.clear(0, call.keys);
+        for (int64_t row = 0; row < cut.rows && !work.is_over(worker); ++row)
+            if (!differentiate_carefully<In>(call, n, g, row, 0, sums)) return work.fail(Status::out_of_memory);
+        write_sums(keys, key_size, 1, call.d_k, call.d_k, 0, call.keys, to_key(head));
+        write_sums(values, value_size, 1, call.d_v, call.d_v, 0, call.keys, to_value(head));
     }
 
     void write_head(int64_t head, const T* at, int64_t begin, int64_t end) {
@@ -300,10 +273,11 @@ Status run(const Backward& call) {
     const size_t kept =
         shape.splits == 1 ? 0 : size_t(pieces * call.keys * (padded<T>(call.d_k) + padded<T>(call.d_v)));
     Arena arena(kept * sizeof(T) + size_t(pieces) + 128);
+    T* memory = arena.take<T>(kept);
+    bool* sounds = arena.take<bool>(size_t(pieces));
     if (!arena.ok()) return Status::out_of_memory;
     Work work(call, pieces);
-    T* memory = arena.take<T>(kept);
-    BackwardPass<T, In> pass{call, shape, work, memory, arena.take<bool>(size_t(pieces))};
+    BackwardPass<T, In> pass{call, shape, work, memory, sounds};
     const double size = double(heads) * double(shape.rows) * double(call.keys) * double(3 * call.d_k + 2 * call.d_v);
     const int threads = useful_threads(call.threads, pieces, size);
     if (!run_on_pool(threads, pass.body, &pass, call.team)) return Status::out_of_memory;

@@ -17,33 +17,6 @@ namespace sqrtdk {
 namespace SQRTDK_LEVEL {
 namespace {
 
-// The largest logit of one row and the sum of exp(logit - max), in float64. A row with a logit that is not finite gets
-// numbers that are not.
-template <class In>
-void weigh_carefully(const Problem& call, int64_t n, int64_t g, int64_t row, double* max, double* sum) {
-    const int64_t r = row / call.queries, l = row % call.queries;
-    const In* q = static_cast<const In*>(call.q.data) + n * call.q.n + g * call.q.g + r * call.q.r + l * call.q.l;
-    const In* k = static_cast<const In*>(call.k.data) + n * call.k.n + g * call.k.g;
-    const double scale = call.scale.data[n * call.scale.n + g * call.scale.g + r * call.scale.r + l * call.scale.l];
-    const int64_t mask_row = n * call.mask.n + g * call.mask.g + r * call.mask.r + l * call.mask.l;
-    int64_t lo, hi;
-    key_range(l, call.first, call.last, call.keys, &lo, &hi);
-    *max = -INFINITY;
-    *sum = 0;
-    for (int64_t j = lo; j <= hi; ++j) {
-        const double bias = read_mask(call.mask, mask_row + j * call.mask.s);
-        if (bias == -INFINITY) continue;
-        double score = 0;
-        for (int64_t d = 0; d < call.d_k; ++d)
-            score += double(widen(q[d * call.q.d])) * double(widen(k[j * call.k.s + d * call.k.d]));
-        score *= scale;
-        const double logit = (call.softcap > 0 ? call.softcap * std::tanh(score / call.softcap) : score) + bias;
-        const bool grows = logit > *max;
-        *sum = grows ? *sum * std::exp(*max - logit) + 1.0 : *sum + std::exp(logit - *max);
-        *max = grows ? logit : *max;
-    }
-}
-
 // Writes the gradients of one row, and adds to those of the keys from `begin` on: those before have the row's part
 // already. Returns false only when memory for the row's weights is not to be had.
 template <class In, class T>

@@ -14,12 +14,13 @@ namespace {
 // Returns the rows that did not stay finite.
 template <class T, int W, bool partial, bool adjusted>
 __attribute__((noinline)) uint64_t differentiate(T* scores, T* slopes, int64_t keys, const uint64_t* words, int at,
-                                                 const T* bias, T softcap, const T* tops, const T* inverses,
+                                                 const T* bias, double softcap, const T* tops, const T* inverses,
                                                  const T* deltas) {
     using S = Simd<T>;
     using Vec = typename S::Vec;
     const Vec top = S::load(tops + at), inverse = S::load(inverses + at), delta = S::load(deltas + at);
-    const Vec cap = S::all(softcap), shrink = S::all(softcap > 0 ? T(1) / softcap : T(0)), one = S::all(T(1));
+    // As in the forward pass, to the bit.
+    const Vec cap = S::all(T(softcap)), shrink = S::all(softcap > 0 ? T(1.0 / softcap) : T(0)), one = S::all(T(1));
     Vec check = S::zero();
 #pragma GCC unroll 2
     for (int64_t j = 0; j < keys; ++j) {
@@ -44,6 +45,16 @@ __attribute__((noinline)) uint64_t differentiate(T* scores, T* slopes, int64_t k
     }
     constexpr uint64_t lanes = (1ull << S::lanes) - 1;
     return ~S::bits(S::equal(check, S::zero())) & lanes;
+}
+
+// A key that has all the weight of its row: the gradient of its score is 0. <gradient of the output, value - output> is
+// added up in two orders, and would leave the rounding of both. `bars`: what such a weight lies above, in each row.
+template <class T, int W>
+__attribute__((noinline)) void clear_lone_slopes(const T* weights, T* slopes, int64_t keys, const T* bars) {
+    using S = Simd<T>;
+    const auto bar = S::load(bars);
+    for (int64_t j = 0; j < keys; ++j)
+        S::store(slopes + j * W, S::keep(S::less(S::load(weights + j * W), bar), S::load(slopes + j * W)));
 }
 
 }  // namespace

@@ -33,6 +33,7 @@ struct BackwardTile {
     static constexpr int W = tile_rows<T>;
 
     static constexpr bool paired = in_pairs<T, In>;
+    static constexpr uint64_t lanes = (1ull << S::lanes) - 1;
 
     T* queries;       // [padded D][W], the scale multiplied in, as in the forward pass: the same scores to the bit
     T* query_rows;    // [W][padded D], the same
@@ -46,9 +47,13 @@ struct BackwardTile {
     alignas(64) T top[W];
     alignas(64) T inverse[W];  // 0: the row has no part in the tile
     alignas(64) T delta[W];    // <gradient of the output, output>
+    alignas(64) T bar[W];      // what the weight of a lone key lies above; infinite for rows without one
+    alignas(64) T given[W];    // what the row's weights add up to, by the forward pass: 1, or what a sink leaves of it,
+    alignas(64) T taken[W];    // and in this pass; of few rows alone
     int64_t n, g, first_row;
     int rows;
     bool fresh;           // grad_queries holds nothing yet
+    uint64_t lone;        // rows with all their weight on one key
     uint64_t odd;         // rows to be done carefully,
     int64_t odd_from[W];  // from this key on
 
@@ -79,7 +84,8 @@ struct BackwardTile {
         g = group;
         first_row = first;
         rows = count;
-        odd = 0;
+        lone = odd = 0;
+        clear(taken, W);
         place.place(call, n, g, first_row, rows);
         fresh = true;
         const Working<In>* output = static_cast<const Working<In>*>(call.output) + output_row(call) * call.d_v;
@@ -128,8 +134,13 @@ struct BackwardTile {
         uint64_t bad = 0;
         const bool drops = call.dropout.probability > 0;
         if (drops) drop_out(slopes, block.begin, span);
-        for (int c = 0; c < panel; ++c)
-            bad |= differentiate_vector(call, c, span.from[c], span.to[c], partial, weights, slopes);
+        for (int c = 0; c < panel; ++c) {
+            const int64_t from = span.from[c], keys = span.to[c] - from, at = from * W + c * S::lanes;
+            bad |= differentiate_vector(call, c, from, span.to[c], partial, weights, slopes);
+            if (lone >> (c * S::lanes) & lanes)
+                clear_lone_slopes<T, W>(weights + at, slopes + at, keys, bar + c * S::lanes);
+            if (has_few_rows(call)) add_weights(weights + at, keys, taken + c * S::lanes);
+        }
         if (drops) drop_out(weights, block.begin, span);
         if (bad != 0) {
             drop(call, bad, block.begin);
@@ -183,7 +194,24 @@ struct BackwardTile {
         if (call.gradients.scale != nullptr) write_scales(call);
     }
 
+    // Whether the weights of each row added up to what they were in the forward pass. Few rows had their maximum there
+    // from scores that were added up in another order, and exp makes any number of what large logits differ by.
+    bool adds_up(const Problem& call) const {
+        constexpr T most = T(0x1p-40);
+        for (int i = 0; has_few_rows(call) && i < rows; ++i)
+            if (inverse[i] != 0 && !(std::fabs(taken[i] - given[i]) <= most * given[i])) return false;
+        return true;
+    }
+
   private:
+    static bool has_few_rows(const Problem& call) { return call.shared * call.queries < few; }
+
+    static void add_weights(const T* weights, int64_t keys, T* to) {
+        auto sum = S::load(to);
+        for (int64_t j = 0; j < keys; ++j) sum = S::add(sum, S::load(weights + j * W));
+        S::store(to, sum);
+    }
+
     // Scores, and gradients of the weights, of a run of keys by the vectors of rows that see it.
     void score_run(const Backward& call, const KeyBlock<T>& block, int64_t j, int64_t run, int first, int vectors,
                    T* weights, T* slopes) {
@@ -266,7 +294,6 @@ struct BackwardTile {
             S::store(to + d, x);
             check = S::fma(x, S::zero(), check);
         }
-        constexpr uint64_t lanes = (1ull << S::lanes) - 1;
         return S::bits(S::equal(check, S::zero())) == lanes;
     }
 
@@ -312,15 +339,17 @@ struct BackwardTile {
         const bool blind = largest == -INFINITY && sum == 0;
         const double* sink = call.sinks == nullptr ? nullptr : call.sinks + g * call.shared + r;
         const double share = 1.0 / (sum + (sink == nullptr ? 0.0 : std::exp(*sink - largest)));
-        // Few rows had their maximum from scores that were added up in another order: their weights would be off by
-        // what exp makes of the difference. They, and rows whose sink makes weights leave the range of T, are done in
-        // float64.
-        const bool is_consistent = sizeof(T) == sizeof(double) || call.shared * call.queries >= few;
-        sound = sound && is_consistent && can_fold<T>(scale) && std::isfinite(double(T(largest))) &&
-                std::isfinite(sum) && sum > 0 && std::isfinite(of_row) &&
-                (sizeof(T) == sizeof(double) || share > 0x1p-100);
+        // Done in float64, key by key: few rows of narrower numbers (see adds_up()), and rows whose sink makes weights
+        // leave the range of T.
+        const bool is_few = sizeof(T) < sizeof(double) && has_few_rows(call);
+        sound = sound && !is_few && can_fold<T>(scale) && std::isfinite(double(T(largest))) && std::isfinite(sum) &&
+                sum > 0 && std::isfinite(of_row) && (sizeof(T) == sizeof(double) || share > 0x1p-100);
+        const bool is_lone = sound && T(share) == T(1);
+        if (is_lone) lone |= 1ull << i;
+        bar[i] = is_lone ? T(0.5) : T(INFINITY);
         top[i] = sound ? T(largest) : T(0);
         inverse[i] = sound ? T(share) : T(0);
+        given[i] = sound ? T(sum * share) : T(0);
         if (call.gradients.sinks != nullptr) {
             const bool has = sink != nullptr && !blind;
             call.gradients.sinks[at] = has ? -of_row / (1.0 + sum * std::exp(largest - *sink)) : 0.0;
@@ -335,7 +364,7 @@ struct BackwardTile {
     void clear_row(const Problem& call, int i) {
         clear(query_rows + i * stride(call.d_k), stride(call.d_k));
         clear(grad_rows + i * stride(call.d_v), stride(call.d_v));
-        top[i] = inverse[i] = delta[i] = place.scale[i] = 0;
+        top[i] = inverse[i] = delta[i] = bar[i] = given[i] = taken[i] = place.scale[i] = 0;
     }
 
     // [W][width] to [width][W]
@@ -377,7 +406,7 @@ struct BackwardTile {
                     : adjusted ? differentiate<T, W, false, true>
                                : differentiate<T, W, false, false>;
         return step(weights + from * W + at, slopes + from * W + at, to - from, place.sight.words + from, at, bias,
-                    T(call.softcap), top, inverse, delta)
+                    call.softcap, top, inverse, delta)
                << at;
     }
 
@@ -400,7 +429,6 @@ struct BackwardTile {
             Vectors<T>::store(rest, x);
             for (int i = 0; d + i < call.d_k; ++i) to[d + i] = rest[i];
         }
-        constexpr uint64_t lanes = (1ull << S::lanes) - 1;
         return S::bits(S::equal(check, S::zero())) == lanes;
     }
 

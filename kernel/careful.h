@@ -128,15 +128,14 @@ bool attend_carefully(const Forward& call, int64_t n, int64_t g, int64_t row, bo
         In* weights = call.weights == nullptr ? nullptr : static_cast<In*>(call.weights) + at * call.keys;
         for (int64_t j = 0; weights != nullptr && j < call.keys; ++j) weights[j] = In();
         const RowDropout dropout(call.dropout, at);
-        double sum = 0;
         for (int64_t j = 0; j < count; ++j) {
             const double weight = scores[j] / total, kept = dropout.apply(weight, keys[j]);
             for (int64_t d = 0; d < call.d_v; ++d)
                 output[d] += kept * double(widen(v[keys[j] * call.v.s + d * call.v.d]));
             if (weights != nullptr) weights[keys[j]] = narrow(Out(weight), In());
-            sum += std::exp(logits[j] - top.value);
         }
-        save_row(call.saved, at, top.value, sum);
+        // The logits of a tile are rounded otherwise: from this maximum it would make other weights.
+        save_row(call.saved, at, top.value, NAN);
         In* to = static_cast<In*>(call.output) + at * call.d_v;
         for (int64_t d = 0; d < call.d_v; ++d) to[d] = narrow(Out(output[d]), In());
         if (sizeof(In) == 2 && call.exact != nullptr)

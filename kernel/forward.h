@@ -34,7 +34,6 @@ struct TilePass {
         const size_t pairs = in_pairs<T, In> ? W * key_block / 2 : 0;
         Arena arena(sizeof(T) * (W * (d_k + d_v + key_block) + key_block * (d_k + 1 + d_v) + pairs) + sizeof(Loop) +
                     7 * 64);
-        if (!arena.ok()) return work.fail(Status::out_of_memory);
         Loop* loop = arena.take<Loop>(1);
         Scratch<T> scratch;
         scratch.queries = arena.take<T>(W * d_k);
@@ -43,6 +42,7 @@ struct TilePass {
         scratch.keys = arena.take<T>(key_block * (d_k + 1));
         scratch.values = arena.take<T>(key_block * d_v);
         scratch.weights = arena.take<T>(pairs);
+        if (!arena.ok()) return work.fail(Status::out_of_memory);
         const int64_t rows = call.shared * call.queries;
         for (int64_t piece; (piece = work.take(worker)) >= 0;) {
             const int64_t head = piece / tiles;
@@ -80,7 +80,6 @@ struct FewPass {
         const size_t d_k = size_t(call.d_k), d_v = size_t(call.d_v), rows = size_t(call.shared * call.queries);
         Arena arena(sizeof(T) * (rows * (d_k + 2 * d_v + few_block) + few_block * (d_k + d_v)) + 2 * sizeof(Loop) +
                     9 * 64);
-        if (!arena.ok()) return work.fail(Status::out_of_memory);
         FewScratch<T> scratch;
         scratch.queries = arena.take<T>(rows * d_k);
         scratch.scores = arena.take<T>(rows * few_block);
@@ -90,6 +89,7 @@ struct FewPass {
         Loop* next_loop = arena.take<Loop>(1);
         T* output = arena.take<T>(rows * d_v);
         T* next_output = arena.take<T>(rows * d_v);
+        if (!arena.ok()) return work.fail(Status::out_of_memory);
         for (int64_t piece; (piece = work.take(worker)) >= 0;) {
             if (apart) {
                 run_split(scratch, piece / splits, piece % splits, loops + piece,
@@ -185,10 +185,10 @@ Status run_few(const Forward& call) {
     const size_t kept = apart ? size_t(pieces) : 0;
     const int64_t width = rows * call.d_v;
     Arena arena(kept * (sizeof(typename Pass::Loop) + sizeof(T) * size_t(width)) + 256);
-    if (!arena.ok()) return Status::out_of_memory;
-    Work work(call, pieces);
     auto* loops = arena.take<typename Pass::Loop>(kept);
     auto* outputs = arena.take<T>(kept * size_t(width));
+    if (!arena.ok()) return Status::out_of_memory;
+    Work work(call, pieces);
     Pass pass{call, work, splits, per_split, apart, loops, outputs};
     const double size = double(heads) * double(rows) * double(call.keys) * double(call.d_k + call.d_v);
     // Bound by memory, a multiply-add takes about four times as long as in a tile.

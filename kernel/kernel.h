@@ -83,7 +83,8 @@ struct Problem {
 };
 
 // What the backward pass needs to know of each row, contiguous [N, G, R, L], or null: the largest logit and the sum of
-// exp(logit - max) over the visible keys, the sink left out. A row that sees nothing has -inf and 0.
+// exp(logit - max) over the visible keys, the sink left out. A row that sees nothing has -inf and 0. A row that the
+// forward pass computed in float64, key by key, has a NaN for the sum: the backward pass does the same.
 struct Saved {
     double* max;
     double* sum;
@@ -114,7 +115,7 @@ struct Backward : Problem {
 };
 
 // Run one pass on the named CPU level. Inputs are only read; outputs are complete unless the status says otherwise.
-// An unknown dtype or kind of mask is `invalid`.
+// The status names what is unknown: the level, the dtype or the kind of mask.
 Status forward(const Forward& call, const char* level);
 Status backward(const Backward& call, const char* level);
 

@@ -90,10 +90,10 @@ template <class Loop, class In, class T>
 bool write_few_weights(const Forward& call, int64_t n, int64_t g, int64_t row, T top, T inverse) {
     const size_t d_k = size_t(call.d_k);
     Arena arena(sizeof(T) * (d_k + few_block + few_block * d_k) + 4 * 64);
-    if (!arena.ok()) return false;
     T* query = arena.take<T>(d_k);
     T* scores = arena.take<T>(few_block);
     T* copy = arena.take<T>(few_block * d_k);
+    if (!arena.ok()) return false;
     Loop::load_query(call, query, n, g, row);
     const Mask& mask = call.mask;
     const int64_t r = row / call.queries, l = row % call.queries;

@@ -228,6 +228,15 @@ def test_statistics_too_large_for_float32_leave_the_bits_of_the_output(size, row
     assert described.output.tobytes() == bare.output.tobytes()
 
 
+def test_a_tensor_without_an_address_is_refused(native):
+    from sqrtdk import _kernel
+
+    q, to = np.ones((1, 2, 4), np.float32), np.empty((1, 2, 4), np.float32)
+    nowhere = (0, 4, (1, 2, 4), (8, 4, 1))
+    with pytest.raises(ValueError, match="address"):
+        _kernel.forward(native, 1, 2, nowhere, q, q, 0.5, None, 0, None, -9, 9, 0.0, None, 0.0, 0, to, None, None)
+
+
 def test_unknown_codes_are_refused(native):
     from sqrtdk import _kernel
 

@@ -28,6 +28,8 @@
 #define HEADER(level) HEADER_(level)
 #include QUOTED(HEADER(SQRTDK_LEVEL))
 
+#include "../arena.h"
+
 namespace {
 
 using sqrtdk::SQRTDK_LEVEL::Simd;
@@ -282,6 +284,16 @@ void check_bytes() {
     }
 }
 
+void check_arena() {
+    sqrtdk::SQRTDK_LEVEL::Arena arena(3 * 64);
+    float* first = arena.take<float>(17);  // two lines of 64 bytes
+    const bool whole = first != nullptr && arena.take<double>(8) != nullptr && arena.take<char>(0) && arena.ok();
+    const bool beyond = arena.take<char>(1) != nullptr || arena.ok();
+    if (whole && !beyond) return;
+    ++failures;
+    std::fprintf(stderr, "an arena does not know its end\n");
+}
+
 #ifdef SQRTDK_HAS_PAIRS
 using Pairs = sqrtdk::SQRTDK_LEVEL::PairSimd<float>;
 
@@ -380,6 +392,7 @@ int main() {
     Checks<float>().run();
     Checks<double>().run();
     check_bytes();
+    check_arena();
 #ifdef SQRTDK_HAS_PAIRS
     check_pairs();
 #endif
