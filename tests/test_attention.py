@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from oracle import DTYPES, FEATURES, ROW_FIELDS, attention_by_definition, draw, same
+from oracle import DTYPES, FEATURES, ROW_FIELDS, attention_by_definition, draw, is_visible, same
 from sqrtdk import attention, backends
 
 pytestmark = pytest.mark.usefixtures("backend")
@@ -134,6 +134,34 @@ def test_ranges_beyond_any_sequence_are_open():
     nothing = attention(q, k, v, causal=True, causal_offset=-(2**70), window=(sys.maxsize, 2**80))
     assert not nothing.output.any()
     assert not nothing.statistics.visible_keys.any()
+
+
+FAR = [s * 2**p + more for p in (31, 53, 60, 61, 62, 63, 64, 200) for s in (1, -1) for more in (-3, -1, 0, 2)]
+
+
+def test_offsets_and_windows_of_any_size_are_added_up_without_a_limit():
+    q, k, v = draw(9, (5, 3), (4, 3), 2)
+    rng = np.random.default_rng(11)
+
+    def pick(numbers):
+        return numbers[rng.integers(len(numbers))]
+
+    for _ in range(300):
+        offset = pick([*range(-6, 7), *FAR])
+        # Half of the windows reach back to where the keys are.
+        left, right = (
+            pick([None, 0, 3, *map(abs, FAR), *[max(side * offset + d, 0) for d in range(-4, 5)] * 8])
+            for side in (1, -1)
+        )
+        causal = bool(rng.integers(2))
+        expected = [
+            sum(is_visible(i, j, causal=causal, offset=offset, window=(left, right), entry=True) for j in range(4))
+            for i in range(5)
+        ]
+        call = {"causal": causal, "causal_offset": offset, "window": (left, right)}
+        assert attention(q, k, v, **call).statistics.visible_keys.tolist() == expected, call
+        by_count = np.log(np.maximum(expected, 1)) / np.sqrt(3)
+        same(attention(q, k, v, scale="log_n", **call), attention(q, k, v, scale=by_count, **call))
 
 
 @pytest.mark.parametrize("feature", FEATURES)

@@ -79,7 +79,16 @@ class TestCall:
         assert again.band == Band(-3, 4)  # no engine asks for the offset
 
     @pytest.mark.parametrize(
-        "band", [Band(), Band(-2, 1), Band(last=0), Band(first=3), Band(5, 2), Band(-(2**61), 2**61)]
+        "band",
+        [
+            Band(),
+            Band(-2, 1),
+            Band(last=0),
+            Band(first=3),
+            Band(5, 2),
+            Band(2 - 2**63, 2**63 - 9),
+            Band(2**63 - 9, 2 - 2**63),
+        ],
     )
     @pytest.mark.parametrize(("queries", "keys"), [(4, 7), (7, 4), (1, 1), (3, 0)])
     def test_a_band_counts_what_it_shows(self, band, queries, keys):

@@ -70,8 +70,8 @@ def validate(
     )
 
 
-# Beyond any sequence, and three of them still add up within an int64.
-_FAR = 2**61
+# Beyond any sequence, and with the number of a row or key added still within an int64.
+_FAR = 2**63 - 2**32
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 """The dtypes of arrays and tensors, in the order of `Dtype` in kernel.h."""
@@ -198,9 +198,15 @@ def validate_band(
         )
     offset = _validate_offset(causal, causal_offset, window, queries, keys)
     left, right = (None, None) if window is None else _validate_window(window)
-    first = OPEN_BELOW if left is None else offset - left
-    last = OPEN_ABOVE if right is None else offset + right
+    # Python's integers have no limit: they are added up first, and bounded once.
+    first = OPEN_BELOW if left is None else _bound(offset - left)
+    last = OPEN_ABOVE if right is None else _bound(offset + right)
+    offset = _bound(offset)
     return Band(first, min(last, offset) if causal else last, offset)
+
+
+def _bound(position: int) -> int:
+    return max(-_FAR, min(position, _FAR))
 
 
 def require_flag(name: str, value: bool) -> bool:
@@ -220,7 +226,7 @@ def _validate_offset(causal: bool, causal_offset: int | None, window: Window | N
         return 0
     if isinstance(causal_offset, bool) or not isinstance(causal_offset, int | np.integer):
         raise InvalidTypeError(f"causal_offset must be an integer, got {causal_offset!r}")
-    return max(-_FAR, min(int(causal_offset), _FAR))
+    return int(causal_offset)
 
 
 def _validate_window(window: Window) -> Window:
@@ -229,7 +235,7 @@ def _validate_window(window: Window) -> Window:
     for side in window:
         if side is not None and (isinstance(side, bool) or not isinstance(side, int | np.integer) or side < 0):
             raise InvalidValueError(f"window must hold whole numbers ≥ 0 or None, got {window!r}")
-    left, right = (None if side is None else min(int(side), _FAR) for side in window)
+    left, right = (None if side is None else int(side) for side in window)
     return (left, right)
 
 

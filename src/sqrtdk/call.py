@@ -53,9 +53,9 @@ class Band(NamedTuple):
 
     def count_keys(self, rows: Any, keys: int) -> Any:
         """How many of the keys each row `[l]` (an integer array or tensor) sees."""
-        # Clipped first: row + OPEN_ABOVE would be beyond int64.
-        most = (rows + min(self.last, keys)).clip(None, keys - 1)
-        least = (rows + max(self.first, -(2**62))).clip(0, None)
+        # Clipped before they are subtracted: an open or far side is near the limits of int64.
+        most = (rows + min(self.last, keys)).clip(-1, keys - 1)
+        least = (rows + self.first).clip(0, keys)
         return (most - least + 1).clip(0, None)
 
 
