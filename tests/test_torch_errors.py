@@ -242,6 +242,13 @@ def test_a_module_without_a_factor_is_told_so():
         attention(Q, K, V, scale=LearnsNothing())
 
 
+def test_vectors_without_features_are_refused_on_the_short_way_too():
+    with pytest.raises(SqrtdkError, match=r"q must have at least one feature \(D ≥ 1\), got shape \(2, 3, 0\)"):
+        attention(*[torch.zeros(2, 3, 0)] * 3)
+    with pytest.raises(SqrtdkError, match="query must have at least one feature"):
+        scaled_dot_product_attention(*[torch.zeros(2, 3, 0)] * 3)
+
+
 def test_two_dimensional_calls_speak_of_two_dimensions():
     q = torch.ones(5, 8)
     with pytest.raises(SqrtdkError, match=r"k must have shape \[S, 8\] \(8 from q\), got \(6, 7\)"):

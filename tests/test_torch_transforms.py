@@ -89,6 +89,31 @@ def test_nested_derivatives_are_those_of_eager(name):
     torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize(
+    "name", ["grad", "grad of vmap", "hessian", "jacrev of jacrev", "grad of grad by another", "grad of vmap of grad"]
+)
+def test_nested_derivatives_may_be_compiled(name):
+    find = NESTED | {"grad": lambda f: grad(lambda q: square(f)(q, K, V))(Q)}
+    torch._dynamo.reset()
+    result = torch.compile(lambda: find[name](ours), backend="aot_eager", fullgraph=True)()
+    torch.testing.assert_close(result, find[name](eager), rtol=1e-9, atol=1e-11)
+
+
+def test_what_is_not_recorded_has_no_gradient_in_any_transform():
+    def inner(q, key):
+        with torch.no_grad():
+            held = torch.ops.sqrtdk.forward.default(
+                q, key, V, None, None, None, None, 0.5, 0.0, 0.0, -(2**63), 2**63 - 1, False, False, False
+            )[0]
+        return (held * q).sum()
+
+    expected = ours(Q, K, V)
+    torch.testing.assert_close(grad(inner)(Q, K), expected)
+    assert not grad(lambda key: grad(inner)(Q, key).sum())(K).any()
+
+
 @pytest.mark.parametrize("transform", ["grad", "vmap of grad", "grad of vmap", "jacrev"])
 def test_transforms_drop_what_the_output_dropped(transform):
 

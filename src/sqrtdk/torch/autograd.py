@@ -11,16 +11,22 @@ from torch import Tensor
 from sqrtdk import backends
 from sqrtdk.call import FLAT_TENSORS, Backward, Band, Call, Forward, Slopes, Wanted, flatten, restore
 from sqrtdk.engines import Engine
-from sqrtdk.torch.engines import choose_engine
+from sqrtdk.torch.engines import choose_differentiable, choose_engine
 from sqrtdk.torch.engines.tensor_kernel import Plain
 from sqrtdk.torch.internals import (
+    call_below_autograd,
+    has_memory,
+    in_one_level,
+    is_batch_of_gradients,
     is_forward_mode,
     is_transformed,
     is_unobserved,
     levels_that_follow,
+    map_gradients,
     plain_apply,
+    with_derivatives,
 )
-from sqrtdk.torch.operator import drop_unsaved, require_finite, run_backward, run_forward
+from sqrtdk.torch.operator import drop_unsaved, register_autograd, require_finite, run_backward, run_forward
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -34,10 +40,10 @@ def run(call: Call, wanted: Wanted) -> tuple[Forward, str | None]:
     if is_forward_mode():
         # Operators without a rule for tangents would lose them silently.
         wanted = wanted._replace(derivatives=True)
-        engine = choose_engine(call, wanted, backends.plan())
-        return engine.forward(call, wanted, backends.plan()), engine.name
+        engine, plan = choose_differentiable(call, wanted)
+        return engine.forward(call, wanted, plan), engine.name
     # The plan is asked for on the direct way alone: making it loads the kernel, which cannot be traced.
-    is_direct = is_unobserved() and _is_plain(call)
+    is_direct = is_unobserved() and _are_plain(flatten(call)[:FLAT_TENSORS])
     if _needs_gradient(call):
         wanted = wanted._replace(saved=True)
         if is_direct:
@@ -45,6 +51,9 @@ def run(call: Call, wanted: Wanted) -> tuple[Forward, str | None]:
             engine = choose_engine(call, wanted, backends.plan())
             return Forward(*_apply_plainly(*flatten(call), *wanted[:3], engine)), engine.name
         if torch.compiler.is_compiling():
+            if is_transformed():
+                # The tracer knows of no gradients inside torch.func and would take the function's forward pass alone.
+                return run_forward(call, wanted), None
             # The tracer takes no tensor twice.
             call = call._replace(key=call.key.view_as(call.key), value=call.value.view_as(call.value))
         return Forward(*cast(Any, Differentiable).apply(*flatten(call), *wanted[:3], None)), None
@@ -57,11 +66,11 @@ def run(call: Call, wanted: Wanted) -> tuple[Forward, str | None]:
     return run_forward(call, wanted), None
 
 
-def _is_plain(call: Call) -> bool:
-    """Whether every tensor lies on the CPU and has memory of its own: a subclass may have none."""
+def _are_plain(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Whether every tensor lies in the memory of the CPU; the dispatcher knows what the others stand for."""
     # A loop takes half the time of `all`.
-    for x in flatten(call)[:FLAT_TENSORS]:  # noqa: SIM110
-        if x is not None and not (type(x) in _PLAIN and x.is_cpu):
+    for x in tensors:  # noqa: SIM110
+        if x is not None and not (type(x) in _PLAIN and x.is_cpu and has_memory(x)):
             return False
     return True
 
@@ -150,9 +159,11 @@ class Differentiable(torch.autograd.Function):
 def _differentiate(call: Call, slopes: Slopes, done: Forward) -> Backward:
     if _is_graph_wanted(call, slopes):
         slopes = slopes._replace(derivatives=True)
-        plan = backends.plan()
-        return choose_engine(call, slopes, plan).backward(call, slopes, done, plan)
-    if is_unobserved() and _is_plain(call) and type(slopes.output) in _PLAIN:
+        engine, plan = choose_differentiable(call, slopes)
+        if is_batch_of_gradients(slopes.output) or is_batch_of_gradients(slopes.weights):
+            return _differentiate_each(call, slopes, lambda each: engine.backward(call, each, done, plan))
+        return engine.backward(call, slopes, done, plan)
+    if is_unobserved() and _are_plain((*flatten(call)[:FLAT_TENSORS], slopes.output, slopes.weights)):
         plan = backends.plan()
         if isinstance(done.saved, Tensor):
             done = drop_unsaved(done)
@@ -160,10 +171,46 @@ def _differentiate(call: Call, slopes: Slopes, done: Forward) -> Backward:
     return run_backward(call, slopes, done)
 
 
-# For callers of the operator without `run`: the graphs of torch.export. Its schema ends before the engine.
-cast(Any, torch.library).register_autograd(
-    "sqrtdk::forward", Differentiable.backward, setup_context=Differentiable.setup_context
-)
+def _differentiate_each(call: Call, slopes: Slopes, differentiate: Callable[[Slopes], Backward]) -> Backward:
+    is_there = (True, True, True, slopes.scale, call.sinks is not None, slopes.mask)
+
+    def differentiate_one(output: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        every = differentiate(slopes._replace(output=output, weights=weights[0] if weights else None))
+        return tuple(x for x, there in zip(every, is_there, strict=True) if there)
+
+    given = (slopes.output,) if slopes.weights is None else (slopes.output, slopes.weights)
+    gradients = iter(map_gradients(differentiate_one, given))
+    return Backward(*(next(gradients) if there else None for there in is_there))
+
+
+class _Operator(torch.autograd.Function):
+    """The same gradients for callers of the operator without `run`: torch.export, and torch.func where it is compiled.
+
+    `torch.library.register_autograd` has no transforms of torch.func.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        """The operator without its gradients; the last argument is its set of dispatch keys."""
+        *flat, keyset = arguments
+        with with_derivatives():
+            done = call_below_autograd(torch.ops.sqrtdk.forward.default, keyset, tuple(flat))
+        Differentiable.setup_context(ctx, arguments, done)
+        return done
+
+    backward = Differentiable.backward
+
+
+_apply_operator = plain_apply(_Operator)
+
+
+@register_autograd
+def _record(keyset: Any, *flat: Any) -> Any:
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in flat[:FLAT_TENSORS]):
+        with in_one_level():
+            return _apply_operator(*flat, keyset)
+    return call_below_autograd(torch.ops.sqrtdk.forward.default, keyset, flat)
+
 
 _apply_plainly = plain_apply(Differentiable)
 # What gives a plain operation that was computed before its history.
@@ -174,7 +221,8 @@ def _is_graph_wanted(call: Call, slopes: Slopes) -> bool:
     """Whether the gradients may be differentiated in their turn: create_graph, a transform around another, tangents."""
     if is_forward_mode():
         return True
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+    # Where a tracer reads this code nothing follows the gradients; where one runs it, tensors tell as usual.
+    if not torch.is_grad_enabled() or torch.compiler.is_dynamo_compiling():
         return False
     transforms, by_autograd = levels_that_follow((*flatten(call)[:FLAT_TENSORS], slopes.output, slopes.weights))
     # torch.func.grad always asks for a graph; only if something else follows the tensors too does anybody use it.

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module
@@ -39,6 +40,7 @@ _is_compiling = torch.compiler.is_compiling
 _tracing_state: Callable[[], object] = torch._C._get_tracing_state
 _count_dispatch_modes = torch._C._len_torch_dispatch_stack
 _peek_transforms = torch._C._functorch.peek_interpreter_stack
+_are_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active  # the tracer knows it
 _is_autocast_on: Callable[[], bool] = (
     torch._C._is_any_autocast_enabled
 )  # of any device; a third of the public one's time
@@ -46,6 +48,7 @@ _is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ig
 _functorch = torch._C._functorch
 _forward_ad: Any = forward_ad
 _graph_task = torch._C._current_graph_task_id
+_has_storage: Callable[[Tensor], bool] = torch._C._has_storage
 
 
 def is_unobserved() -> bool:
@@ -61,6 +64,14 @@ def is_unobserved() -> bool:
     )
 
 
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor's elements lie at an address.
+
+    Not those of zeros that torch keeps nowhere, of a wrapper around other tensors, of a storage that was given back.
+    """
+    return _has_storage(tensor) and (tensor.data_ptr() != 0 or not tensor.numel())
+
+
 def is_forward_mode() -> bool:
     """Whether tensors may carry tangents."""
     return bool(_forward_ad._current_level >= 0)
@@ -68,13 +79,20 @@ def is_forward_mode() -> bool:
 
 def is_transformed() -> bool:
     """Whether a transform of torch.func is around: inside vmap a tensor does not tell that grad follows it."""
-    return not _is_compiling() and _peek_transforms() is not None
+    return _are_transforms_active()
 
 
 @contextmanager
 def without_derivatives() -> Iterator[None]:
     """A context whose results have neither gradients nor tangents."""
     with torch.no_grad(), _forward_ad._set_fwd_grad_enabled(False):
+        yield
+
+
+@contextmanager
+def with_derivatives() -> Iterator[None]:
+    """A context in which transforms further out record, too; the forward pass of an autograd function forbids it."""
+    with torch.enable_grad(), _forward_ad._set_fwd_grad_enabled(True):
         yield
 
 
@@ -92,11 +110,37 @@ def levels_that_follow(tensors: tuple[Tensor | None, ...]) -> tuple[set[int], bo
     return transforms, False
 
 
+def is_batch_of_gradients(tensor: Tensor | None) -> bool:
+    """Whether a tensor stands for several: what torch.autograd's `is_grads_batched` and `vectorize` pass back."""
+    return tensor is not None and bool(_functorch.is_legacy_batchedtensor(tensor))
+
+
+def map_gradients(function: Callable[..., tuple[Tensor, ...]], tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """A function of such tensors by way of torch.func.vmap, which has rules for more operations than they have."""
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    batched = next(x for x in tensors if is_batch_of_gradients(x))
+    size = torch._remove_batch_dim(batched, level, 1, 0).shape[0]
+    results = torch.func.vmap(function)(*(torch._remove_batch_dim(x, level, size, 0) for x in tensors))
+    return tuple(torch._add_batch_dim(x, 0, level) for x in results)
+
+
+def call_below_autograd(operator: Any, keyset: Any, arguments: tuple[Any, ...]) -> Any:
+    """An operator's call from within its own kernel for autograd: on to what comes after."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
+
+
+def in_one_level() -> AbstractContextManager[None]:
+    """A context in which an autograd function may be applied to tensors of the innermost transform alone."""
+    return cast(AbstractContextManager[None], enable_single_level_autograd_function())
+
+
 def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """What `function.apply` calls in the end.
 
-    Before it, for the sake of transforms that are not there, `apply` looks up and binds the signature of `forward`,
-    which takes 25 µs.
+    Before it, for the sake of transforms, `apply` looks up and binds the signature of `forward`, which takes 25 µs; and
+    within an operator's kernel for autograd the transforms have been seen to.
     """
     return cast(Callable[..., Any], super(torch.autograd.Function, function).apply)  # type: ignore[misc]
 

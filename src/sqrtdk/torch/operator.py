@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,12 @@ def run_backward(call: Call, slopes: Slopes, done: Forward) -> Backward:
     gradients = torch.ops.sqrtdk.backward.default(*flatten(call), done.output, saved, *slopes[:4])
     is_there = (True, True, True, slopes.scale, call.sinks is not None, slopes.mask)
     return Backward(*(x if there else None for x, there in zip(gradients, is_there, strict=True)))
+
+
+def register_autograd(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function of the dispatch keys and the flat arguments what autograd sees of the forward operator."""
+    _LIBRARY.impl("forward", kernel, "Autograd", with_keyset=True)
+    return kernel
 
 
 def drop_unsaved(done: Forward) -> Forward:

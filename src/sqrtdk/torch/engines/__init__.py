@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from sqrtdk import backends
 from sqrtdk.backends import Plan
 from sqrtdk.call import Call, Slopes, Wanted
@@ -14,6 +16,7 @@ from sqrtdk.torch.engines.whole import WHOLE
 _WITH_KERNEL = (TENSOR_KERNEL, BLOCKS, WHOLE)
 _WITH_REFERENCE = (TENSOR_REFERENCE, BLOCKS, WHOLE)
 _WITHOUT_EITHER = (BLOCKS, WHOLE)
+_NO_PLAN = Plan(None, None, backends.REFERENCE, 1, False)
 
 
 def choose_engine(call: Call, wanted: Wanted | Slopes, plan: Plan) -> Engine:
@@ -24,3 +27,14 @@ def choose_engine(call: Call, wanted: Wanted | Slopes, plan: Plan) -> Engine:
         return choose(_WITH_REFERENCE, call, wanted, plan)
     backends.warn_without_kernel()
     return choose(_WITHOUT_EITHER, call, wanted, plan)
+
+
+def choose_differentiable(call: Call, wanted: Wanted | Slopes) -> tuple[Engine, Plan]:
+    """The engine whose results torch differentiates, and the plan that it is given.
+
+    A tracer gets one that says nothing: making a plan loads the kernel, which cannot be traced.
+    """
+    if torch.compiler.is_compiling():
+        return WHOLE, _NO_PLAN
+    plan = backends.plan()
+    return choose_engine(call, wanted, plan), plan
