@@ -157,6 +157,24 @@ def test_a_text_needs_a_tokenizer_and_a_model_that_reads(store):
         audit_stored(str(store("vit")), "some words")
 
 
+def test_a_tokenizer_of_amino_acids_reads_a_protein(tmp_path):
+    letters = ["<cls>", "<pad>", "<eos>", "<unk>", *"LAGVSERTIDPKQNFYMHWCXBUZO.-", "<null_1>", "<mask>"]
+    (tmp_path / "vocab.txt").write_text("\n".join(letters))
+    transformers.EsmTokenizer(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
+    config = transformers.EsmConfig(
+        **SIZES, vocab_size=len(letters), pad_token_id=1, mask_token_id=32, position_embedding_type="rotary"
+    )
+    transformers.EsmModel(config).save_pretrained(tmp_path)
+    read = audit_stored(str(tmp_path), "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQ" * 10)
+    assert read.about["input"] == "the text, 332 tokens"  # with one before and one after
+    made_up = audit_stored(str(tmp_path))
+    assert (
+        "random tokens, of a vocabulary of 33 (the tokenizer does not know the built-in text)" in made_up.about["input"]
+    )
+    with pytest.raises(SqrtdkError, match="in the text there is nothing that the model's tokenizer knows"):
+        audit_stored(str(tmp_path), "the quick brown fox")
+
+
 def test_code_that_comes_with_a_model_is_not_run(store, tmp_path):
     path = tmp_path / "remote"
     path.mkdir()

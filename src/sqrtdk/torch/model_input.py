@@ -19,6 +19,8 @@ LONGEST = 512
 """Tokens per sequence, at most."""
 MOST_SEQUENCES = 8
 _SEED = 0
+_KNOWN_ENOUGH = 0.5
+"""A text that nobody chose is read if the tokenizer knows this share of its tokens."""
 _LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions", "n_ctx", "seq_length")
 IN_PYTHON = "in Python, sqrtdk.torch.audit(model, batch) takes a batch of yours"
 _FRAMES = 320
@@ -36,7 +38,7 @@ _Maker = Callable[[Any, "_Reader", int], Feed]
 """Makes input for a model out of a text and its tokenizer, of so many sequences at most."""
 
 
-def propose_feeds(model: Any, tokenizer: Any, text: str, name: str) -> Iterator[Feed]:
+def propose_feeds(model: Any, tokenizer: Any, text: str, name: str, *, is_chosen: bool) -> Iterator[Feed]:
     """What may fit a model of transformers, the likeliest first; the same every time.
 
     Args:
@@ -44,9 +46,11 @@ def propose_feeds(model: Any, tokenizer: Any, text: str, name: str) -> Iterator[
         tokenizer: its tokenizer; None: tokens are drawn at random.
         text: what is tokenised, cut into sequences as long as the model takes, at most 8 of 512 tokens.
         name: what the text is called.
+        is_chosen: whether the user chose the text. Otherwise random tokens take its place where the tokenizer knows
+            less than half of it, as one for amino acids does of English.
 
     Raises:
-        InvalidValueError: it takes something that cannot be made up.
+        InvalidValueError: it takes something that cannot be made up, or its tokenizer knows nothing of a chosen text.
     """
     parameters = inspect.signature(model.forward).parameters
     named = (getattr(model, "main_input_name", None), *_MAKERS)
@@ -58,7 +62,7 @@ def propose_feeds(model: Any, tokenizer: Any, text: str, name: str) -> Iterator[
             f"sqrtdk audit can make up texts, images and sounds, but {type(model).__name__} takes {taken}; {IN_PYTHON}"
         )
     maker = _MAKERS[main]
-    reader = _Reader(tokenizer, text, name)
+    reader = _Reader(tokenizer, text, name, is_chosen)
     first = maker(model, reader, MOST_SEQUENCES)
     if main != "input_ids" and _has_decoder(model):
         maker = _with_decoder(maker)
@@ -87,20 +91,28 @@ class _Reader(NamedTuple):
     tokenizer: Any
     text: str
     name: str
+    is_chosen: bool
 
     def read(self, model: Any, most: int) -> Feed:
         """Tokens `[B, L]` for the model, with the mask that says that none of them is padding."""
         limit = _count_positions(model, self.tokenizer)
         if self.tokenizer is None:
-            ids, words = _draw_tokens(model, limit, most)
+            ids, words = _draw_tokens(model, limit, most, "there is no tokenizer")
+        elif not self.is_chosen and self._known_share() < _KNOWN_ENOUGH:
+            ids, words = _draw_tokens(model, limit, most, f"the tokenizer does not know {self.name}")
         else:
             ids, words = self._tokenise(limit, most)
         return Feed({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, words)
 
+    def _known_share(self) -> float:
+        """How much of the text the tokenizer knows."""
+        ids = self.tokenizer(self.text, add_special_tokens=False, verbose=False)["input_ids"]
+        return 1.0 - ids.count(self.tokenizer.unk_token_id) / len(ids) if ids else 0.0
+
     def _tokenise(self, limit: int, most: int) -> tuple[Tensor, str]:
-        whole = len(self.tokenizer(self.text, verbose=False)["input_ids"])
-        if whole == 0:
+        if not self._known_share():
             raise InvalidValueError(f"in {self.name} there is nothing that the model's tokenizer knows")
+        whole = len(self.tokenizer(self.text, verbose=False)["input_ids"])
         cut = self.tokenizer(self.text, truncation=True, max_length=limit, return_overflowing_tokens=True)["input_ids"]
         pieces = [cut] if isinstance(cut[0], int) else cut
         # The last piece is shorter than the others; alone it is all there is.
@@ -108,10 +120,12 @@ class _Reader(NamedTuple):
         ids = torch.tensor(pieces)
         sequences = "" if len(pieces) == 1 else f" in {len(pieces)} sequences"
         cut_off = "" if ids.numel() >= whole else f" of {whole}"
-        return ids, f"{self.name}, {ids.numel()}{cut_off} tokens{sequences}"
+        unknown = sum(piece.count(self.tokenizer.unk_token_id) for piece in pieces)
+        strange = f", {unknown} of them unknown to the tokenizer" if unknown else ""
+        return ids, f"{self.name}, {ids.numel()}{cut_off} tokens{sequences}{strange}"
 
 
-def _draw_tokens(model: Any, limit: int, most: int) -> tuple[Tensor, str]:
+def _draw_tokens(model: Any, limit: int, most: int, why: str) -> tuple[Tensor, str]:
     config = model.config.get_text_config()
     if not isinstance(getattr(config, "vocab_size", None), int):
         raise InvalidValueError(f"{type(model).__name__} has no tokenizer and names no vocab_size to draw tokens from")
@@ -122,7 +136,7 @@ def _draw_tokens(model: Any, limit: int, most: int) -> tuple[Tensor, str]:
     sequences = _count_sequences(limit, most)
     chosen = torch.randint(len(plain), (sequences, limit), generator=_generator())
     split = "" if sequences == 1 else f" in {sequences} sequences"
-    words = f"{chosen.numel()} random tokens{split}, of a vocabulary of {config.vocab_size} (there is no tokenizer)"
+    words = f"{chosen.numel()} random tokens{split}, of a vocabulary of {config.vocab_size} ({why})"
     return torch.tensor(plain)[chosen], words
 
 

@@ -28,8 +28,9 @@ def audit_stored(
 
     Args:
         name: what `sqrtdk.checkpoints.find_checkpoint` finds.
-        text: what the model reads; None: a text that comes with sqrtdk. Models that read no text get noise, models
-            without a tokenizer random tokens; `about["input"]` says which.
+        text: what the model reads; None: a text that comes with sqrtdk. Models that read no text get noise; models
+            without a tokenizer, or with one that does not know sqrtdk's text, get random tokens; `about["input"]` says
+            which.
         on_step: called with what is going on and the share of it that is done.
 
     Returns:
@@ -49,7 +50,7 @@ def audit_stored(
         raise InvalidValueError("there are no words in the text")
     kind = type(stored.model).__name__
     misfit: InvalidValueError | None = None
-    for feed in _make_feeds(stored, content, _BUILT_IN if text is None else "the text"):
+    for feed in _make_feeds(stored, content, is_chosen=text is not None):
         if text is not None and "input_ids" not in feed.batch and "decoder_input_ids" not in feed.batch:
             continue
         on_step(f"running {name} on {feed.words}", 0.5)
@@ -76,9 +77,10 @@ def audit_stored(
     raise misfit or InvalidValueError(f"a text is for models that read, but {name} ({kind}) takes none")
 
 
-def _make_feeds(stored: StoredModel, text: str, name: str) -> list[Feed]:
+def _make_feeds(stored: StoredModel, text: str, *, is_chosen: bool) -> list[Feed]:
+    name = "the text" if is_chosen else _BUILT_IN
     try:
-        return list(propose_feeds(stored.model, stored.tokenizer, text, name))
+        return list(propose_feeds(stored.model, stored.tokenizer, text, name, is_chosen=is_chosen))
     except SqrtdkError:
         raise
     except Exception as error:  # a configuration or a tokenizer that is not as those of other models are

@@ -27,7 +27,6 @@ _TOKENIZER_FILES = (
     "vocab.json",
     "spiece.model",
 )
-_PROBE = "the quick brown fox"
 
 
 class StoredModel(NamedTuple):
@@ -71,10 +70,10 @@ def _load_tokenizer(transformers: Any, path: Path) -> Any:
         return None  # else transformers makes an empty one up
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, **_OFFLINE)
-        ids = tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
+        tokenizer("A")["input_ids"]
     except Exception:  # whatever is wrong with files that somebody else wrote
         return None
-    return tokenizer if len(set(ids)) > 1 else None
+    return tokenizer
 
 
 def _choose_class(transformers: Any, config: Any) -> Any:
