@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from sqrtdk.audits import Audit
 from sqrtdk.audits.reading import describe_spread
@@ -37,7 +38,9 @@ def spread(audit: Audit) -> Record:
     known = [head for head in audit.heads if head.spread is not None]
     if not known:
         raise InvalidValueError("audit must hold heads whose spread is known, got none; audit the model again")
-    rows = [{"layer": name_layer(head.layer), "head": head.head, **(head.spread or {})} for head in known]
+    rows: list[dict[str, Any]] = [
+        {"layer": name_layer(head.layer), "head": head.head, **(head.spread or {})} for head in known
+    ]
     rows.sort(key=lambda row: -row["std"])
     first = rows[0]
     most = max(_FACTORS, key=lambda name: abs(math.log(first[name])))

@@ -171,10 +171,12 @@ def unseal(table: str, stored: Sequence[Any]) -> dict[str, Any]:
         raise ValueError("its checksum does not fit")
     row: dict[str, Any] = {}
     for name, value in zip(COLUMNS[table], values, strict=True):
-        is_number = name in ("finished", "seen", "step")
-        if not isinstance(value, int | float if is_number else bytes):
+        if name in ("finished", "seen", "step") and isinstance(value, int | float):
+            row[name] = value
+        elif isinstance(value, bytes) and name not in ("finished", "seen", "step"):
+            row[name] = value.decode()
+        else:
             raise ValueError(f"its {name} is {type(value).__name__}")
-        row[name] = value if is_number else value.decode()
     return row
 
 
