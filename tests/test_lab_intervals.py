@@ -93,7 +93,9 @@ def test_diverged_runs_make_an_interval_wider_and_never_nan():
     assert signed_rank_interval([*finite, -math.inf]).low == -math.inf
     assert signed_rank_interval([math.inf] * 7) == (math.inf, math.inf)
     assert hodges_lehmann([math.inf] * 7) == math.inf
-    # What two opposite divergences would average to is unknown: no choice of sizes may leave the interval.
+    # What two opposite divergences would average to is unknown: no choice of sizes may leave the interval. With eleven
+    # differences the eleventh mean is the end, and each infinity makes ten without the other.
+    finite += [0.8, 0.9]
     low, high = signed_rank_interval([*finite, math.inf, -math.inf])
     for up, down in ((1e3, 1e6), (1e6, 1e3), (1e4, 1e4)):
         inner = signed_rank_interval([*finite, up, -down])

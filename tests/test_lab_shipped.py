@@ -2,18 +2,20 @@
 
 import json
 from importlib import resources
+from pathlib import Path
 
 import pytest
 
 from sqrtdk import lab
 from sqrtdk.cli import main
 from sqrtdk.lab import AblationSpec, Lab, Processes, ablate
-from sqrtdk.lab.ablation import read_ablation
+from sqrtdk.lab.ablation import read_ablation, show_loss
 from sqrtdk.lab.outcomes import MARGIN, choose_best, compare, setting_of, summarise
 from sqrtdk.lab.shipped import COMMAND, SHIPPED, chosen_rates, compact, load_ablation
 from sqrtdk.lab.tasks import Recall
 from sqrtdk.records import Record
 from sqrtdk.report import figure_for
+from sqrtdk.setting_names import name_setting
 
 
 def test_the_command_that_is_named_trains_what_is_shipped(monkeypatch, tmp_path):
@@ -50,6 +52,19 @@ def test_its_tables_and_sentences_follow_from_its_runs():
         assert (row["outcome"], row["n"]) == (again["outcome"], again["n"])
         assert row["difference"] == pytest.approx(again["difference"], rel=1e-2, abs=1e-5)
     assert load_ablation().reading[-3:] == read_ablation(Recall(), tables["best"], comparisons, SHIPPED)[-3:]
+
+
+def test_the_table_of_the_docs_is_the_record():
+    text = (Path(__file__).parents[1] / "docs" / "experiments.md").read_text(encoding="utf-8")
+    cells = {}
+    for row in load_ablation().tables["best"]:
+        setting = name_setting(row["scale"], row["init"], qk_step=row["qk_step"])
+        solved = f"{round(row['solved_fraction'] * row['n'])} of {row['n']}"
+        cells.setdefault(setting, []).append(f"{solved}, {show_loss(row['final_loss_median'])} at {row['lr']:g}")
+    assert len(cells) == 7
+    for setting, columns in cells.items():
+        assert f"| {setting} | {' | '.join(columns)} |" in text
+    assert COMMAND in text
 
 
 def test_rates_were_chosen_on_the_selection_and_not_at_an_end():

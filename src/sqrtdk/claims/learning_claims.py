@@ -124,7 +124,7 @@ def _learning(evidence: Evidence) -> Finding:
         for row in (none, sqrt, inverse, start, both)
     )
     return Finding(
-        f"recall at dₖ {sqrt['d_k']}, each at a learning rate chosen on other seeds, median loss of "
+        f"recall at dₖ {sqrt['d_k']}, {evidence.steps} steps at a learning rate chosen on other seeds, median loss of "
         f"{count(sqrt['n'], 'seed')}: {listed}; 1/√dₖ solves it in {_show_percents(fails)} points more of the runs "
         "than no scaling (95% interval)",
         verdict,

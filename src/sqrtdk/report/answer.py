@@ -111,10 +111,11 @@ def _tell_widths(record: Record) -> str:
     fails = all(row["solved_interval"][1] < 0.5 for row in none)
     rates = len(record.spec["lrs"])
     tried = f", each at the best of {rates} learning rates" if rates > 1 else ""
+    steps = f"in {record.spec['steps']} steps " if "steps" in record.spec else ""
     told = (
         f"training without the scale {'fails' if fails else 'does not always fail'} at dₖ = "
-        f"{', '.join(str(row['d_k']) for row in none)} ({shares['none', 'unit', 'unit']} of the runs learn, with 1/√dₖ "
-        f"{shares['sqrt', 'unit', 'unit']}{tried})"
+        f"{', '.join(str(row['d_k']) for row in none)} ({steps}{shares['none', 'unit', 'unit']} of the runs learn, "
+        f"with 1/√dₖ {shares['sqrt', 'unit', 'unit']}{tried})"
     )
     if both not in rows:
         return told
