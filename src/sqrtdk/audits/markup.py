@@ -94,7 +94,10 @@ def _render_heat(audit: Audit) -> str:
         + "</tr>"
         for path, heads in layers.items()
     )
-    caption = "Mean entropy ratio H/ln n and pattern of each head; the stronger the colour, the sharper its weights."
+    caption = (
+        "Mean entropy ratio H/ln n and pattern of each head, with the share of rows that follow it; the stronger the "
+        "colour, the sharper its weights."
+    )
     return _render_wide(caption, f'<tr><th></th><th class="path">layer / head</th>{head}</tr>{rows}', "heat")
 
 
@@ -111,9 +114,10 @@ def _render_cell(head: AuditedHead) -> str:
         for name in ("saturation_index", "max_weight", "effective_keys", "max_logit", "score_max", "rows")
     ]
     shown = "–" if ratio is None else f"{ratio:.2f}"
+    share = "" if head.pattern_share is None else f" {head.pattern_share:.0%}"
     return (
         f'<td style="background:rgba({HEAT},{shade_sharpness(ratio):.2f})" title="{escape(", ".join(numbers))}">'
-        f"{shown}<small>{escape(head.pattern)}</small></td>"
+        f"{shown}<small>{escape(head.pattern)}{share}</small></td>"
     )
 
 

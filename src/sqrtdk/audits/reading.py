@@ -13,19 +13,20 @@ from sqrtdk.patterns import ENOUGH_KEYS, ENOUGH_ROWS, NOT_ENOUGH_DATA
 from sqrtdk.scale_findings import scale_tolerance
 
 if TYPE_CHECKING:
-    from sqrtdk.audits.record import AuditedScale
+    from sqrtdk.audits.record import AuditedHead, AuditedScale
 
 # Layers that are named one by one.
 _MOST_NAMED = 3
 
 
-def describe_patterns(counts: Counter[str]) -> list[str]:
-    """How many heads follow each pattern, the commonest first.
-
-    >>> describe_patterns(Counter({"sink": 1, "content": 2}))
-    ['Patterns: 2 content, 1 sink.']
-    """
-    known = [f"{times} {name}" for name, times in counts.most_common() if name != NOT_ENOUGH_DATA]
+def describe_patterns(heads: Sequence[AuditedHead]) -> list[str]:
+    """How many heads follow each pattern, the commonest first, and the share of rows that do as it says."""
+    counts = Counter(head.pattern for head in heads)
+    known = [
+        f"{times} {name}{_write_shares([head.pattern_share for head in heads if head.pattern == name])}"
+        for name, times in counts.most_common()
+        if name != NOT_ENOUGH_DATA
+    ]
     lines = [f"Patterns: {', '.join(known)}."] if known else []
     unknown = counts[NOT_ENOUGH_DATA]
     if unknown:
@@ -34,6 +35,18 @@ def describe_patterns(counts: Counter[str]) -> list[str]:
             f"with finite logits that see at least {ENOUGH_KEYS} keys."
         )
     return lines
+
+
+def _write_shares(shares: Sequence[float | None]) -> str:
+    """The least and the largest share, in brackets.
+
+    >>> _write_shares([0.791, 0.62]), _write_shares([0.9]), _write_shares([None])
+    (' (62 to 79% of rows)', ' (90% of rows)', '')
+    """
+    percent = sorted({round(100 * share) for share in shares if share is not None})
+    if not percent:
+        return ""
+    return f" ({percent[0]}{f' to {percent[-1]}' if len(percent) > 1 else ''}% of rows)"
 
 
 def name_scale(scale: AuditedScale) -> str:

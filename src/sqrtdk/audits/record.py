@@ -22,13 +22,14 @@ from sqrtdk.counterfactual import Variation
 from sqrtdk.display import count
 from sqrtdk.errors import InvalidTypeError, InvalidValueError
 from sqrtdk.findings import SEVERITIES, Finding
-from sqrtdk.patterns import ENOUGH_KEYS, patterns, rows_that_see
+from sqrtdk.patterns import ENOUGH_KEYS, NOT_ENOUGH_DATA, patterns, rows_that_see
 from sqrtdk.records import plain
 from sqrtdk.summary import BIN_EDGES, FARTHEST, HeadSummary, Moments
 
 __all__ = ["SCHEMA_VERSION", "Audit", "AuditedHead", "AuditedRows", "AuditedScale"]
 
 SCHEMA_VERSION = 1
+_NO_PLACE = ("broad", "content", NOT_ENOUGH_DATA)
 _KEYS = ("heads", "findings", "scale", "unattributed", "unattributed_where", "padding")
 
 
@@ -49,6 +50,7 @@ class AuditedHead:
         spread: standard deviation of the scores (`std`) and its factors `width`, `length`, `distinct`, `alignment`, as
             `CauseSplit.parts` has them; None where one of them is not known.
         call: which call of its module in a forward pass the layer is; None where the module is called once.
+        second_offset_share: the share of rows at the next commonest offset.
     """
 
     layer: str
@@ -68,6 +70,14 @@ class AuditedHead:
     rows_judged: int
     spread: Mapping[str, float] | None = None
     call: int | None = None
+    second_offset_share: float | None = None
+
+    @property
+    def pattern_share(self) -> float | None:
+        """The share of rows whose most attended key is where the pattern says; None where it names no place."""
+        if self.pattern == "sink":
+            return self.key_share
+        return None if self.pattern in _NO_PLACE else self.offset_share
 
     @staticmethod
     def of(
@@ -81,6 +91,7 @@ class AuditedHead:
         names, judged = patterns(summary), rows_that_see(summary, ENOUGH_KEYS)
         keys = summary.max_keys
         commonest = keys.offsets[:, 1:-1].argmax(axis=1) - FARTHEST
+        second = np.partition(keys.offsets[:, 1:-1], -2, axis=1)[:, -2] / np.maximum(keys.rows, 1)
         heads = []
         for head in range(summary.heads):
             has_offset = bool(keys.offsets[head, 1:-1].any())
@@ -103,6 +114,7 @@ class AuditedHead:
                     rows_judged=int(judged[head]),
                     spread=spreads[head] if spreads else None,
                     call=call,
+                    second_offset_share=float(second[head]) if has_offset else None,
                 )
             )
         return heads
@@ -279,7 +291,7 @@ class Audit:
     def reading(self) -> list[str]:
         """Sentences about the patterns, the scale, the findings and what could not be seen, made from the numbers."""
         return [
-            *describe_patterns(self.pattern_counts),
+            *describe_patterns(self.heads),
             *describe_calls(self.scale),
             *describe_scale(self.scale),
             *describe_spread([head.spread for head in self.heads]),
