@@ -60,7 +60,7 @@ def list_varying(groups: Collection[Group]) -> list[str]:
 
 
 def show_ablation(record: Record) -> Figure:
-    """Learning curves, final losses and attention statistics of an ablation, each policy at its best learning rate."""
+    """Learning curves, final losses and attention statistics of an ablation, each setting at its learning rate."""
     curves = group_runs(record.curves["runs"])
     finals = group_runs(record.tables["runs"])
     names = list_varying(finals)
