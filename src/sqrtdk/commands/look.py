@@ -57,8 +57,13 @@ def report(
     audit = None
     if source:
         from sqrtdk.families import load_zoo
+        from sqrtdk.lab.shipped import load_ablation
 
-        records = [load_zoo(), *(record for path in source for record in _read_records(path, "--from"))]
+        records = [
+            load_zoo(),
+            load_ablation(),
+            *(record for path in source for record in _read_records(path, "--from")),
+        ]
         command = "sqrtdk report " + " ".join(f"--from {path}" for path in source)
     else:
         with ModelAudit(wanted=only is None or "models" in only) as model:
