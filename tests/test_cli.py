@@ -263,7 +263,7 @@ def test_closed_streams_are_no_traceback():
         (["claims", "soft.pek"], "; did you mean 'soft.peak'?"),
         (["variance", "--d-k", "4,x"], "--d-k must be whole numbers separated by commas, got '4,x'"),
         (["variance", "--d-k", "0"], ": each of --d-k must be at least 1, got 0"),
-        (["variance", "--samples", "5"], ": --samples must be at least 100, got 5"),
+        (["variance", "--samples", "5"], ": --samples must be at least 1000, got 5"),
         (["variance", "--plot", "figure.pdf"], ": --plot must end in .png, .svg, .html, got 'figure.pdf'"),
         (["temperature", "--relative", "0"], ": each of --relative must be positive and finite, got 0.0"),
         (["gradients", "--n", "1"], ": each of --n must be at least 2, got 1"),

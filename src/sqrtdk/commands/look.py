@@ -13,9 +13,11 @@ from sqrtdk.commands.flags import Json, Seed, Store, Workers, examples
 from sqrtdk.commands.presenting import draw_figure, gathering, require_drawable
 from sqrtdk.errors import InvalidValueError, SqrtdkError, missing_extra
 from sqrtdk.options import naming
-from sqrtdk.records import Record
+from sqrtdk.records import Record, read_bounded
 
 commands = typer.Typer()
+
+_MOST_BYTES = 512 * 2**20
 
 
 @commands.command(
@@ -132,16 +134,18 @@ def _read_records(source: Path, name: str = "SOURCE") -> list[Record]:
     """The finished records of a store, or those of a JSON file."""
     if not source.is_file():
         raise InvalidValueError(f"{name} must be a file, got {source}")
-    if source.read_bytes()[:1] in (b"{", b"["):
+    with source.open("rb") as file:
+        is_json = file.read(1) in (b"{", b"[")
+    if is_json:
         try:
-            content = json_module.loads(source.read_text(encoding="utf-8"))
+            content = json_module.loads(read_bounded(source, _MOST_BYTES).decode())
             return [Record.from_json(one) for one in (content if isinstance(content, list) else [content])]
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidValueError(f"{name} must be what --json prints, got {source} ({error})") from None
     from sqrtdk.lab import Store
 
     try:
-        with Store(source) as store:
+        with Store(source, read_only=True) as store:
             return store.records()
     except SqrtdkError as error:
         raise type(error)(str(error).replace("store", name, 1)) from None
