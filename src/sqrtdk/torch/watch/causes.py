@@ -81,24 +81,26 @@ def read_causes(call: SeenCall, tokens: Tensor | None, dimension: int) -> Tensor
 
 def _add_up(q_BHnD: Array, k_BGnD: Array, scale: float, dimension: int) -> Array | None:
     """The sums where every token counts and is finite, in a third of the time; None where one is not."""
-    batch, heads, number, _ = q_BHnD.shape
-    if k_BGnD.shape[2] < 2:
+    (batch, heads, queries, _), (groups, keys) = q_BHnD.shape, k_BGnD.shape[1:3]
+    if keys < 2:
         return None
+    sums = np.empty((6, heads))
     with np.errstate(over="ignore", invalid="ignore"):
         squares = np.einsum("bhnd,bhnd->bhn", q_BHnD, q_BHnD)
-        apart = k_BGnD - k_BGnD.mean(axis=2, keepdims=True)
-        of_keys = [np.einsum("bgnd,bgnd->bg", one, one).sum(axis=0) for one in (apart, k_BGnD)]
-        of_keys = [np.repeat(one / (k_BGnD.shape[2] * dimension), heads // k_BGnD.shape[1]) for one in of_keys]
-        norms, scaled = np.sqrt(squares).sum(axis=(0, 2)), squares.sum(axis=(0, 2)) * scale**2
-    sums = np.stack([np.full(heads, batch * number), norms, scaled, np.full(heads, batch), *of_keys])
+        sums[0], sums[3] = batch * queries, batch
+        sums[1] = np.sqrt(squares).sum(axis=(0, 2))
+        sums[2] = squares.sum(axis=(0, 2)) * scale**2
+        for at, one in ((4, k_BGnD - k_BGnD.mean(axis=2, keepdims=True)), (5, k_BGnD)):
+            of_keys = np.einsum("bgnd,bgnd->bg", one, one).sum(axis=0) / (keys * dimension)
+            sums[at].reshape(groups, -1)[:] = of_keys[:, None]
     return sums if np.isfinite(sums).all() else None
 
 
 def _thin(x_BHLD: Tensor) -> Tensor:
     """Some tokens of each sequence, in float32."""
     step = -(-x_BHLD.shape[-2] // _MOST_TOKENS)
-    thin = x_BHLD.detach()[..., :: max(step, 1), :]
-    return thin.to(torch.promote_types(thin.dtype, torch.float32))
+    thin = x_BHLD.detach() if step < 2 else x_BHLD.detach()[..., ::step, :]
+    return thin.float() if thin.element_size() < 4 else thin
 
 
 def _present(tokens: Tensor | None, x_BHLD: Tensor, like_BHn: Tensor) -> Tensor:
