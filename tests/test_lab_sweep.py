@@ -14,8 +14,8 @@ import pytest
 from sqrtdk import backends
 from sqrtdk.errors import InvalidTypeError, InvalidValueError, MissingExtraError
 from sqrtdk.lab import AblationSpec, Lab, Processes, Store, ablate, laboratory, processes, swap_scale
-from sqrtdk.lab.outcomes import choose_best
 from sqrtdk.lab import RunSpec as Spec
+from sqrtdk.lab.outcomes import choose_best
 from sqrtdk.report import figure_for
 
 SMALL = {"d_model": 16, "steps": 10, "batch": 4}
