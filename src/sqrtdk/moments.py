@@ -1,4 +1,4 @@
-"""Moments and histograms of many groups of numbers at once; groups of different numbers merge."""
+"""Moments and histograms of many groups of numbers in one pass; those of two sets of numbers merge."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which pattern each head follows: broad, a fixed offset, a sink or content. Information, never a verdict."""
+"""Patterns of heads: broad, a fixed offset, a sink or content. They are information, never a verdict."""
 
 from __future__ import annotations
 

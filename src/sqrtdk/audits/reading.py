@@ -1,4 +1,4 @@
-"""What an audit's numbers say, in sentences: patterns, the scale, the findings, what could not be seen."""
+"""Sentences about an audit's numbers: patterns, the scale, the findings, what could not be seen."""
 
 from __future__ import annotations
 

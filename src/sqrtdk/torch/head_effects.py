@@ -1,4 +1,4 @@
-"""What a head is worth: loss and output of a model with one head switched off, or at another temperature."""
+"""Effects of single heads: loss and output of a model with one head switched off, or at another temperature."""
 
 from __future__ import annotations
 

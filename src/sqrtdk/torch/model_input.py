@@ -1,4 +1,4 @@
-"""What a model of transformers can be fed with: a text, else random tokens; noise for images and sounds."""
+"""Input for Hugging Face models: a text, else random tokens; noise for images and sounds."""
 
 from __future__ import annotations
 

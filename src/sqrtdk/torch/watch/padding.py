@@ -1,4 +1,4 @@
-"""Which rows are padding: no token stands there, and what a head does with them says nothing about it."""
+"""Padding: rows where no token stands, which say nothing about a head."""
 
 from __future__ import annotations
 

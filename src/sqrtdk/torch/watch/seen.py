@@ -1,4 +1,4 @@
-"""What a watch has seen: summaries per layer and head, scales, and what could not be attributed."""
+"""Results of a watch: summaries per layer and head, scales, and what could not be attributed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was seen, as a table: a line per layer and head, the lowest entropy ratio first."""
+"""Table of a watch's results: a line per layer and head, the lowest entropy ratio first."""
 
 from __future__ import annotations
 
