@@ -81,7 +81,7 @@ def test_a_key_with_all_the_weight_has_no_gradient_but_its_value_s(backend, dtyp
 
 @pytest.mark.parametrize("rows", ROWS)
 def test_a_faint_key_with_a_large_value_keeps_its_gradient(backend, rows):
-    """The other key's weight rounds to 1, and its score still has a gradient: 1e-8 of the weight is 10 of the output."""
+    """The other key's weight rounds to 1, and its score has a gradient all the same: 1e-8 of a value of 1e9."""
     q, k, v, grad = draw("float32", ROWS[rows], 2)
     q[...], k[...] = 1.0, 0.0
     k[:, 1] = -18.4 / 16

@@ -17,7 +17,7 @@ from sqrtdk.backends import MAX_THREADS, Plan
 from sqrtdk.call import OPEN_ABOVE, OPEN_BELOW, Backward, Call, Forward, Slopes, Wanted
 from sqrtdk.engines.describe import describe_blind
 from sqrtdk.engines.kernel import BOOLEAN_MASK, FIRST_FLOAT_MASK, NO_MASK, Problem
-from sqrtdk.torch.internals import has_memory, is_unobserved
+from sqrtdk.torch.internals import is_unobserved
 from sqrtdk.torch.openmp import find_team
 
 _CODES = {getattr(torch, name): code for code, name in enumerate(FLOATS)}
@@ -49,11 +49,10 @@ class TensorKernel:
             return "it has no gradient of masks, nor from weights"
         if call.sinks is not None and call.sinks.dim() != 1:
             return "sinks differ within a batch"
-        for x in call[:6]:
-            if x is not None and not has_memory(x):
+        # Zeros that torch keeps nowhere, a storage that was given back.
+        for x in (*call[:6], wanted.output) if type(wanted) is Slopes else call[:6]:
+            if x is not None and not x.data_ptr() and x.numel():
                 return "a tensor has no memory"
-        if type(wanted) is Slopes and not has_memory(wanted.output):
-            return "the gradient of the output has no memory"
         return None
 
     def forward(self, call: Call, wanted: Wanted, plan: Plan) -> Forward:
