@@ -471,7 +471,7 @@ def test_command_writes_json_and_figure(tiny, capsys, tmp_path):
             "known: bfloat16, growth, memory, model, overhead, peers, real, square, statistics, tensors",
         ),
         (["--rounds", "4"], "rounds must be at least 5 for an interval, got 4"),
-        (["--threads", "0"], "count must lie between 1 and 256, got 0"),
+        (["--threads", "0"], "--threads must lie between 1 and 256, got 0"),
         (["--backend", "sse"], "unknown backend 'sse'; known: avx2, avx512, avx512_bf16, portable, reference"),
         (["--output", "no/such/place.json"], "--output must lie in an existing directory"),
         (["--plot", "figure.pdf"], "--plot must end in .png, .svg, .html"),

@@ -259,12 +259,12 @@ def test_hostile_names_are_data_and_the_record_comes_back(batch):
     assert Audit.from_json(json.loads(json.dumps(audited.as_json(), allow_nan=False))) == audited
 
 
+@pytest.mark.long
 def test_layers_that_share_their_weights_are_audited_one_by_one():
-    from transformers import AlbertConfig, AlbertModel
-
+    transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     passes = 4
-    config = AlbertConfig(
+    config = transformers.AlbertConfig(
         vocab_size=100,
         embedding_size=16,
         hidden_size=WIDTH,
@@ -272,7 +272,7 @@ def test_layers_that_share_their_weights_are_audited_one_by_one():
         num_attention_heads=HEADS,
         intermediate_size=2 * WIDTH,
     )
-    model = AlbertModel(config)
+    model = transformers.AlbertModel(config)
     found = audit(model, {"input_ids": torch.randint(100, (2, 160))})
     (path,) = {name.rsplit(" (call", 1)[0] for name in found.layers}
     assert list(found.layers) == [f"{path} (call {call})" for call in range(passes)]
