@@ -247,7 +247,7 @@ def test_memory_does_not_grow_with_calls():
             model(x)
         grown = resident_megabytes() - before
     # 16 heads of 256 rows of 104 bytes: held, they were 340 MB.
-    assert grown < 60
+    assert grown < 120
     assert rows_of(seen) == {"layers.0.self_attn": 256_000}
 
 
@@ -275,7 +275,7 @@ def test_memory_does_not_grow_with_the_rows_of_many_layers():
         layers = seen.layers
         grown = resident_megabytes() - before
     # 4 heads of 640 rows of 104 bytes in each of 1000 layers: held, they were 266 MB.
-    assert grown < 160
+    assert grown < 180
     assert len(layers) == 1000
     assert {int(summary.rows_seen[0]) for summary in layers.values()} == {640}
     assert seen.padding == "attention mask"

@@ -27,7 +27,7 @@ from sqrtdk.torch.watch.projections import HeadEvidence, HeadParts, UntoldError,
 from sqrtdk.torch.watch.table import MOST_LINES, make_table, write_remarks
 
 # Rows of all layers and heads that wait to be summarised together: 104 bytes each.
-_MOST_WAITING = 1 << 18
+_MOST_WAITING = 1 << 17
 
 _Value = TypeVar("_Value")
 
