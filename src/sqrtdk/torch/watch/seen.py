@@ -28,6 +28,8 @@ from sqrtdk.torch.watch.table import MOST_LINES, make_table, write_remarks
 
 # Rows of all layers and heads that wait to be summarised together: 104 bytes each.
 _MOST_WAITING = 1 << 17
+# Rows that are summarised but for their bins, of which few are asked for: 120 bytes each.
+_MOST_UNCOUNTED = 1 << 18
 
 _Value = TypeVar("_Value")
 
@@ -46,7 +48,7 @@ class SeenRows(NamedTuple):
     statistics: AttentionStatistics
     first_position: int | None
     tokens: Tensor | None
-    causes: Tensor
+    causes: Tensor | None
 
     def as_block(self) -> RowBlock:
         """The rows as they are summarised."""
@@ -77,7 +79,7 @@ class Seen(Shown):
         # None while no row of the layer is summarised.
         self._summaries: dict[LayerKey, HeadSummary | None] = {}
         self._waiting: dict[LayerKey, list[SeenRows]] = {}
-        self._number_waiting = 0
+        self._number_waiting = self._number_uncounted = 0
         self._scales: dict[LayerKey, ScaleRecord] = {}
         self._missed: dict[tuple[str, str], int] = {}
         self._padding: dict[LayerKey, Padding] = {}
@@ -157,6 +159,11 @@ class Seen(Shown):
         if note not in self.notes:
             self.notes.append(note)
 
+    def remark(self, path: str, text: str) -> None:
+        """Say something about a layer, once for all layers that it is true of."""
+        if not any(note.startswith(text) for note in self.notes):
+            self.notes.append(f"{text} (first in {name_layer(path)})")
+
     def note_scale(self, layer: LayerKey, call: SeenCall) -> ScaleRecord:
         """Work out the scale of a layer; the first call that tells it holds."""
         known = self._scales.get(layer)
@@ -195,21 +202,26 @@ class Seen(Shown):
         self._number_waiting += number
         if self._number_waiting > _MOST_WAITING:
             self._summarise()
-            for summary in self._summaries.values():
-                if summary is not None:
-                    summary.forget_rows()
 
     def _summarise(self) -> None:
         """Summarise the rows that wait, those of all layers together."""
-        waiting, self._waiting, self._number_waiting = self._waiting, {}, 0
+        waiting, self._waiting = self._waiting, {}
+        self._number_uncounted += self._number_waiting
+        self._number_waiting = 0
         blocks = [(layer, block) for layer, rows in waiting.items() for block in _join(rows)]
         for (layer, _), summary in zip(blocks, summarise([block for _, block in blocks]), strict=True):
             before = self._summaries[layer]
             self._summaries[layer] = summary if before is None else before.merge(summary)
         for layer, rows in waiting.items():
             for one in rows:
-                sums = CauseSums(*one.causes.double().cpu().numpy())
-                self._causes[layer] = sums.merge(self._causes[layer]) if layer in self._causes else sums
+                if one.causes is not None:
+                    sums = CauseSums(*one.causes.double().cpu().numpy())
+                    self._causes[layer] = sums.merge(self._causes[layer]) if layer in self._causes else sums
+        if self._number_uncounted > _MOST_UNCOUNTED:
+            self._number_uncounted = 0
+            for whole in self._summaries.values():
+                if whole is not None:
+                    whole.forget_rows()
 
     def _table(self) -> Table:
         return make_table(self)
