@@ -102,10 +102,14 @@ class Store:
         self._claims: set[str] = set()
         if read_only and self._path is not None:
             self._connection = self._stack.enter_context(reading(self._path))
-            with in_words(self._path):
-                application, version, tables = identify(self._connection)
-            if application or tables:  # else it is just being made
-                require_ours(application, version, self._path)
+            try:
+                with in_words(self._path):
+                    application, version, tables = identify(self._connection)
+                if application or tables:  # else it is just being made
+                    require_ours(application, version, self._path)
+            except BaseException:
+                self._stack.close()
+                raise
         else:
             self._connection = connect(self._path)
             self._stack.callback(self._connection.close)
