@@ -47,16 +47,6 @@ __attribute__((noinline)) uint64_t differentiate(T* scores, T* slopes, int64_t k
     return ~S::bits(S::equal(check, S::zero())) & lanes;
 }
 
-// A key that has all the weight of its row: the gradient of its score is 0. <gradient of the output, value - output> is
-// added up in two orders, and would leave the rounding of both. `bars`: what such a weight lies above, in each row.
-template <class T, int W>
-__attribute__((noinline)) void clear_lone_slopes(const T* weights, T* slopes, int64_t keys, const T* bars) {
-    using S = Simd<T>;
-    const auto bar = S::load(bars);
-    for (int64_t j = 0; j < keys; ++j)
-        S::store(slopes + j * W, S::keep(S::less(S::load(weights + j * W), bar), S::load(slopes + j * W)));
-}
-
 }  // namespace
 }  // namespace SQRTDK_LEVEL
 }  // namespace sqrtdk

@@ -47,13 +47,12 @@ struct BackwardTile {
     alignas(64) T top[W];
     alignas(64) T inverse[W];  // 0: the row has no part in the tile
     alignas(64) T delta[W];    // <gradient of the output, output>
-    alignas(64) T bar[W];      // what the weight of a lone key lies above; infinite for rows without one
     alignas(64) T given[W];    // what the row's weights add up to, by the forward pass: 1, or what a sink leaves of it,
     alignas(64) T taken[W];    // and in this pass; of few rows alone
     int64_t n, g, first_row;
     int rows;
     bool fresh;           // grad_queries holds nothing yet
-    uint64_t lone;        // rows with all their weight on one key
+    uint64_t lone;        // rows with all their weight on one key, as far as T can tell; none with dropout
     uint64_t odd;         // rows to be done carefully,
     int64_t odd_from[W];  // from this key on
 
@@ -119,6 +118,10 @@ struct BackwardTile {
             turn(grad_rows, padded<T>(call.d_v), used, grads);
         }
         clear(grad_queries + call.d_k * W, (padded<T>(call.d_k) - call.d_k) * W);
+        for (; lone != 0; lone &= lone - 1) {
+            const int i = __builtin_ctzll(lone);
+            delta[i] = multiply_as_value(call, i, output + i * call.d_v);
+        }
     }
 
     void take_block(const Backward& call, KeyBlock<T>& block, SlopeBlock<T>& scratch, const KeySums<T>& sums) {
@@ -137,8 +140,6 @@ struct BackwardTile {
         for (int c = 0; c < panel; ++c) {
             const int64_t from = span.from[c], keys = span.to[c] - from, at = from * W + c * S::lanes;
             bad |= differentiate_vector(call, c, from, span.to[c], partial, weights, slopes);
-            if (lone >> (c * S::lanes) & lanes)
-                clear_lone_slopes<T, W>(weights + at, slopes + at, keys, bar + c * S::lanes);
             if (has_few_rows(call)) add_weights(weights + at, keys, taken + c * S::lanes);
         }
         if (drops) drop_out(weights, block.begin, span);
@@ -318,6 +319,21 @@ struct BackwardTile {
         return rows[0];
     }
 
+    // <gradient of the output, output> of a row, added up as its gradients of weights are: where the output is the
+    // value of one key, the gradient of that key's score is exactly 0, and not what two orders of one sum leave.
+    T multiply_as_value(const Problem& call, int i, const Working<In>* output) {
+        alignas(64) T sums[S::lanes];
+        const int first = i / S::lanes * S::lanes;
+        if constexpr (paired) {
+            for (int64_t d = 0; d < 2 * pairs_of(call.d_v); ++d)
+                halves[d] = d < call.d_v ? narrow(output[d], Bfloat16()).bits : uint16_t(0);
+            multiply<T, Into::place, Paired<T>>(sums, 1, halves, 0, 2, grads + first, pairs_of(call.d_v), 1);
+        } else {
+            multiply<T, Into::place>(sums, 1, output, 0, 1, grads + first, call.d_v, 1);
+        }
+        return sums[i - first];
+    }
+
     double scale_of(const Problem& call, int64_t r, int64_t l) const {
         return call.scale.data[n * call.scale.n + g * call.scale.g + r * call.scale.r + l * call.scale.l];
     }
@@ -344,9 +360,7 @@ struct BackwardTile {
         const bool is_few = sizeof(T) < sizeof(double) && has_few_rows(call);
         sound = sound && !is_few && can_fold<T>(scale) && std::isfinite(double(T(largest))) && std::isfinite(sum) &&
                 sum > 0 && std::isfinite(of_row) && (sizeof(T) == sizeof(double) || share > 0x1p-100);
-        const bool is_lone = sound && T(share) == T(1);
-        if (is_lone) lone |= 1ull << i;
-        bar[i] = is_lone ? T(0.5) : T(INFINITY);
+        if (sound && T(share) == T(1) && !(call.dropout.probability > 0)) lone |= 1ull << i;
         top[i] = sound ? T(largest) : T(0);
         inverse[i] = sound ? T(share) : T(0);
         given[i] = sound ? T(sum * share) : T(0);
@@ -364,7 +378,7 @@ struct BackwardTile {
     void clear_row(const Problem& call, int i) {
         clear(query_rows + i * stride(call.d_k), stride(call.d_k));
         clear(grad_rows + i * stride(call.d_v), stride(call.d_v));
-        top[i] = inverse[i] = delta[i] = bar[i] = given[i] = taken[i] = place.scale[i] = 0;
+        top[i] = inverse[i] = delta[i] = given[i] = taken[i] = place.scale[i] = 0;
     }
 
     // [W][width] to [width][W]

@@ -97,6 +97,7 @@ struct FewRows {
     RowState<T, few> state;
     BlockSums<T, few> block;
     bool seen[few];
+    bool beyond[few];  // a score beyond T, which a soft cap would hide: its sign may be wrong
 
     // The keys [begin, end) of all rows of (n, g); output [rows][V] is relative to the state's maxima.
     void run(const Forward& call, const FewScratch<T>& scratch, T* output, int64_t n, int64_t g, int64_t begin,
@@ -105,7 +106,7 @@ struct FewRows {
         for (int row = 0; row < rows; ++row) load_query(call, scratch.queries + row * call.d_k, n, g, row);
         for (int64_t i = 0; i < rows * call.d_v; ++i) output[i] = 0;
         state.clear();
-        for (int i = 0; i < few; ++i) seen[i] = false;
+        for (int i = 0; i < few; ++i) seen[i] = beyond[i] = false;
         for (int64_t from = begin; from < end; from += few_block)
             take_block(call, scratch, output, n, g, from, smaller(from + few_block, end), rows);
     }
@@ -300,8 +301,13 @@ struct FewRows {
         if (statistics) describe_row_scores(row, count, sees, scores);
         if (call.softcap > 0) {
             const Vec size = S::all(T(call.softcap)), inverse = S::all(T(1.0 / call.softcap));
-            for (int64_t j = 0; j < count; j += S::lanes)
-                S::store(scores + j, S::mul(size, hyperbolic_tangent<T>(S::mul(S::load(scores + j), inverse))));
+            Vec check = S::zero();
+            for (int64_t j = 0; j < count; j += S::lanes) {
+                const Vec x = S::load(scores + j);
+                check = S::fma(S::keep(S::from_bits(sees[j / 64] >> (j % 64)), x), S::zero(), check);
+                S::store(scores + j, S::mul(size, hyperbolic_tangent<T>(S::mul(x, inverse))));
+            }
+            beyond[row] = beyond[row] || S::bits(S::equal(check, S::zero())) != (1ull << S::lanes) - 1;
         }
         if (mask.kind > MaskKind::boolean)
             for (int64_t j = 0; j < count; ++j)

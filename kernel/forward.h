@@ -116,6 +116,7 @@ struct FewPass {
         merge_states<T, few>(loop.state, other.state, rows, keep, take);
         for (int row = 0; row < rows; ++row) {
             loop.seen[row] = loop.seen[row] || other.seen[row];
+            loop.beyond[row] = loop.beyond[row] || other.beyond[row];
             for (int64_t d = row * call.d_v; d < (row + 1) * call.d_v; ++d)
                 output[d] = T(keep[row] * double(output[d]) + take[row] * double(more[d]));
         }
@@ -152,7 +153,7 @@ struct FewPass {
             if (!sees) continue;
             const Scale& s = call.scale;
             const double scale = s.data[n * s.n + g * s.g + row / call.queries * s.r + row % call.queries * s.l];
-            const bool sound = check == 0 && state.sum[row] > 0 && divides && can_fold<T>(scale);
+            const bool sound = check == 0 && state.sum[row] > 0 && divides && can_fold<T>(scale) && !loop.beyond[row];
             if (!sound || (statistics && !is_described(state, row)))
                 ok = attend_carefully<In>(call, n, g, row, sound) && ok;
         }

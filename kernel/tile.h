@@ -68,6 +68,7 @@ struct Tile {
     Visibility<T, W> sight;
     TileDraws<T, W> draws;   // where there is dropout
     alignas(64) T scale[W];  // 0 for a row that is not there
+    uint64_t beyond;         // rows with a score beyond T, which a soft cap would hide: its sign may be wrong
 
     // Rows that need more than the loop, one bit each.
     struct Odd {
@@ -82,6 +83,7 @@ struct Tile {
         const uint64_t unfolded = load_queries(call, scratch.queries, n, g, first_row, rows);
         place(call, n, g, first_row, rows);
         state.clear();
+        beyond = 0;
         for (int64_t i = 0; i < call.d_v * W; ++i) scratch.output[i] = 0;
         uint64_t seen = 0;
         const int64_t end = sight.end_key();
@@ -314,12 +316,17 @@ struct Tile {
             if (statistics)
                 describe_scores<T, W>(scores + span.from[c] * W + at, span.to[c] - span.from[c],
                                       partial ? sight.words + span.from[c] : nullptr, at, state);
+            auto check = S::zero();
             for (int64_t j = span.from[c]; j < span.to[c]; ++j) {
                 auto x = S::load(scores + j * W + at);
-                if (cap) x = S::mul(size, hyperbolic_tangent<T>(S::mul(x, inverse)));
+                if (cap) {
+                    check = S::fma(partial ? S::keep(S::from_bits(sight.words[j] >> at), x) : x, S::zero(), check);
+                    x = S::mul(size, hyperbolic_tangent<T>(S::mul(x, inverse)));
+                }
                 if (bias) x = S::add(x, S::load(sight.bias + j * W + at));
                 S::store(scores + j * W + at, x);
             }
+            beyond |= (~S::bits(S::equal(check, S::zero())) & ((1ull << S::lanes) - 1)) << at;
         }
     }
 
@@ -385,7 +392,8 @@ struct Tile {
             const bool sees = seen >> i & 1;
             const bool divides = invert_sum(state, i, sees, sink, inverse + i);
             if (call.dropout.probability > 0) inverse[i] *= draws.factor;
-            const bool finite = std::isfinite(state.sum[i]) && std::isfinite(double(state.top[i])) && state.sum[i] > 0;
+            const bool finite = std::isfinite(state.sum[i]) && std::isfinite(double(state.top[i])) &&
+                                state.sum[i] > 0 && !(beyond >> i & 1);
             if (i < rows && sees && !(finite && divides)) odd.output |= 1ull << i;
             if (statistics && i < rows && sees && !is_described(state, i)) odd.description |= 1ull << i;
             if (statistics && i < rows) write_sink_weight(call.statistics, out_row + i, sink);

@@ -104,6 +104,25 @@ def test_tails_of_tiles_and_blocks(native, rows, keys):
         assert_as_reference(make((1, 2, rows, 9), (1, 1, keys, 9), 5, dtype, rows))
 
 
+@pytest.mark.parametrize("rows", [3, 70])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_dropped_key_with_all_the_weight_passes_on_the_gradients_of_the_others(native, rows, dtype):
+    """The weight of the first key rounds to 1. Where it is dropped, the faint keys alone make the output, and the
+    gradient of its score is minus the sum of theirs: small, and not 0."""
+    call = make((1, 2, rows, 9), (1, 2, 12, 9), 5, dtype, dropout=0.5, factor=1.0)
+    call.query[...], call.key[..., 0, :] = 1.0, 2.5 if dtype == np.float32 else 4.5
+    call.key[..., 1:, :] *= 0.1
+    grad = np.random.default_rng(1).standard_normal((1, 2, rows, 5)).astype(dtype)
+    ours, gradients = run(KERNEL, call, grad)
+    _, expected = run(REFERENCE, widen(call), grad.astype(np.float64))
+    dropped = ~draw_kept(0.5, SEED, np.arange(2 * rows).reshape(1, 2, rows, 1), np.arange(1))[..., 0]
+    assert (ours.weights[..., 0] == 1.0).all()
+    assert dropped.any()
+    size = np.abs(expected.query[dropped]).max(-1, keepdims=True)
+    assert (size > 0).all()
+    assert (np.abs(gradients.query[dropped] - expected.query[dropped]) <= 1e-4 * size).all()
+
+
 def test_every_weight_is_dropped_or_kept_by_its_own_word(native):
     """Values that are unit vectors: the output is the dropped weights themselves, of every row and key."""
     for queries, keys in ((1, 1500), (3, 40), (150, 300)):

