@@ -53,6 +53,14 @@ class TestDominatingSinks:
         np.testing.assert_allclose(gradients[0], slopes.query, rtol=1e-3, atol=1e-4 * np.abs(slopes.query).max())
 
 
+def test_a_soft_cap_does_not_hide_in_blocks_that_a_score_passed_float32_on_the_way():
+    q, k, v = 1e19 * draw(64, 65), 1e25 * draw(17, 65, seed=1), draw(17, 4, seed=2)
+    expected, _ = in_float64(q, k, v, draw(64, 4), softcap=2.0, scale=1.0)
+    call = Call(q[None], k[None], v[None], factor=1.0, softcap=2.0)
+    output = BLOCKS.forward(call, Wanted(), backends.plan()).output
+    np.testing.assert_allclose(output[0], expected.output, rtol=1e-6)
+
+
 class TestRowsThatSeeNothing:
     @pytest.mark.parametrize("sinks", [None, torch.tensor([0.3, -2.0])], ids=["plain", "sinks"])
     def test_forward_mode_derivatives_are_zero(self, sinks):

@@ -120,7 +120,7 @@ def _run_tensors(case: Case) -> dict[str, np.ndarray]:
         results = _collect(result, to_array)
         attended, weights = result.output, result.weights
     if leaves:
-        outputs, cotangents = [attended], [to_tensor(case.cotangents["output"])]
+        outputs, cotangents = [attended], [to_tensor(case.cotangents["output"], case.layouts.get("gradient"))]
         if weights is not None and "weights" in case.cotangents:
             outputs.append(weights)
             cotangents.append(to_tensor(case.cotangents["weights"]))

@@ -52,6 +52,9 @@ def choose_rounding(case: Case) -> Rounding:
 def compare_with_definition(case: Case, results: dict[str, np.ndarray]) -> list[Mismatch]:
     problem = pose(case, choose_rounding(case))
     soft = soften(problem)
+    if case.front == "jvp":
+        # In forward-mode a vector that is no number makes the whole row NaN, even where a soft cap would not.
+        soft.undefined = soft.undefined | (sees_no_number(problem) & ~soft.blind)
     expected = attend(problem, soft)
     if any(name.startswith("statistics.") for name in results):
         expected |= {f"statistics.{name}": bounded for name, bounded in describe(problem, soft).items()}
@@ -60,7 +63,6 @@ def compare_with_definition(case: Case, results: dict[str, np.ndarray]) -> list[
         _shape_scale_gradient(case, expected)
     if "tangent" in results:
         expected |= push_forward(case, problem, soft)
-        # In forward-mode a vector that is no number makes the whole row NaN.
         strange = sees_no_number(problem)[..., None]
         for name in ("output", "weights"):
             expected[name].tolerance = np.where(strange, np.inf, expected[name].tolerance)
@@ -72,6 +74,10 @@ def compare_with_definition(case: Case, results: dict[str, np.ndarray]) -> list[
             mismatches += compare(name, array, expected[name])
     if {"output", "weights"} <= set(results):
         mismatches += _check_output_of_weights(case, problem, results, expected)
+    if "gradient.value" in results and problem.sinks is None and not case.dropout:
+        mismatches += _check_sums_of_value_gradients(case, problem, soft, results["gradient.value"])
+    if "gradient.query" in results and problem.sinks is None and not case.dropout:
+        mismatches += _check_rows_of_one_key(problem, soft, results["gradient.query"])
     return mismatches
 
 
@@ -150,8 +156,36 @@ def _check_output_of_weights(case, problem, results, expected) -> list[Mismatch]
         return []
     weights = results["weights"].astype(Real).reshape(problem.visible.shape)
     output = problem.drop(weights) @ problem.v
-    rounding = problem.drop(np.abs(expected["weights"].tolerance)) @ np.abs(problem.v)
+    with np.errstate(invalid="ignore"):  # where anything is allowed, a dropout of 1 leaves 0 of it
+        rounding = np.nan_to_num(problem.drop(np.abs(expected["weights"].tolerance)) @ np.abs(problem.v), nan=np.inf)
     return compare("output of weights", results["output"], Bounded(output, rounding + expected["output"].tolerance))
+
+
+def _check_sums_of_value_gradients(case, problem, soft, result) -> list[Mismatch]:
+    """Σ over keys of ∂loss/∂v is Σ over rows of ∂loss/∂output: weights add up to 1 at any size of the logits."""
+    given = case.cotangents["output"].astype(Real).reshape(*problem.q.shape[:-1], problem.v.shape[-1])
+    known = np.isfinite(problem.v).all() and not (soft.poisoned | soft.undefined).any()
+    if not known or not result.size or not given.size:
+        return []
+    value = result.astype(Real).reshape(given.shape[0], -1, *problem.v.shape[-2:])
+    # The query heads that share a key/value head have their rows one behind the other.
+    given = np.where(soft.blind[..., None], 0, given).reshape(*value.shape[:2], -1, given.shape[-1])
+    size = np.abs(value).sum(axis=-2) + np.abs(given).sum(axis=-2)
+    rounding = problem.rounding
+    unit = max(float(ml_dtypes.finfo(DTYPES[case.dtype]).eps) / 2, rounding.unit)
+    relative = 2 * unit + rounding.of_sum(given.shape[-2]) + rounding.of_pairs + rounding.of_exp + Real(2.0**-39)
+    expected = Bounded(given.sum(axis=-2), relative * size + rounding.smallest_normal * result.size)
+    return compare("sum of gradient.value", value.sum(axis=-2).astype(np.float64), expected)
+
+
+def _check_rows_of_one_key(problem, soft, result) -> list[Mismatch]:
+    """The query of a row that sees one key has a gradient of exactly 0, whatever the rounding."""
+    lone = (problem.visible.sum(axis=-1) == 1) & ~(sees_no_number(problem) | soft.poisoned | soft.undefined)
+    if not lone.any():
+        return []
+    # Products beyond the largest number leave no number, and are nobody's rounding.
+    wrong = np.nan_to_num(np.abs(result.astype(Real)), nan=0, posinf=0).reshape(*lone.shape, -1)[lone]
+    return [Mismatch("gradient.query of one key", f"{wrong.max():.3g} for 0")] if wrong.any() else []
 
 
 def compare_with_variant(case: Case, results: dict[str, np.ndarray], variant: str) -> list[Mismatch]:

@@ -236,7 +236,9 @@ def _factor_of_policy(case: Case, problem: Problem, root: Real) -> np.ndarray:
 
 
 def _positions(case: Case) -> np.ndarray:
-    return np.arange(case.q.shape[-2], dtype=np.int64) + max(-(2**61), min(case.offset, 2**61))
+    # What positions are bounded by, so that they stay integers of 64 bits.
+    far = 2**63 - 2**32
+    return np.arange(case.q.shape[-2], dtype=np.int64) + max(-far, min(case.offset, far))
 
 
 def _factor_of_module(case: Case, problem: Problem, root: Real) -> np.ndarray:

@@ -34,9 +34,10 @@ def _differentiate(case: Case, problem: Problem, soft: Softmax) -> dict[str, Bou
     # Beyond float64 nothing is promised.
     unknown |= (visible & (size_of_products(grad, v) > Real("1e307"))).any(axis=-1)
     p = np.where(unknown[..., None], 0, soft.weights)
-    # The kernel's backward pass takes scores anew; of few rows in another order than the maximum it starts from.
+    # The kernel's backward pass takes scores anew; of few rows in another order than the maximum it starts from, and
+    # their weights, even one of nearly 1, may be off by what their sum may.
     is_few = rounding.by_kernel and q.shape[-2] * problem.shared < 8
-    p_error = np.where(unknown[..., None], 0, soft.weights_error * (2 if is_few else 1))
+    p_error = np.where(unknown[..., None], 0, soft.weights_error * 2 + p * 2.0**-39 if is_few else soft.weights_error)
     grad_p = problem.drop(grad @ v.swapaxes(-1, -2))
     grad_p_error = problem.drop(rounding.of_sum(d_v) * size_of_products(grad, v))
     if "weights" in case.cotangents:
@@ -49,6 +50,8 @@ def _differentiate(case: Case, problem: Problem, soft: Softmax) -> dict[str, Bou
     delta_error = (p_error * np.abs(grad_p) + (p + p_error) * grad_p_error).sum(axis=-1)
     pairs = rounding.of_pairs
     delta_error = delta_error + (rounding.of_sum(keys) + pairs) * terms
+    # ⟨gradient of the output, output⟩: of an output below the smallest normal number the last digits are missing.
+    delta_error = delta_error + rounding.smallest * (d_v + np.abs(grad).sum(axis=-1))
     apart = grad_p - delta[..., None]
     to_logits = p * apart
     logits_error = p_error * np.abs(apart) + (p + p_error) * (grad_p_error + delta_error[..., None])
@@ -170,7 +173,11 @@ def _pull_back(problem: Problem, which: int, gradient, error):
     carried = (gradient - y * weight * (gradient * y).sum(axis=-1, keepdims=True)) / r
     sizes = np.abs(gradient) + np.abs(y) * weight * (np.abs(gradient) * np.abs(y)).sum(axis=-1, keepdims=True)
     errors = error + np.abs(y) * weight * (error * np.abs(y)).sum(axis=-1, keepdims=True)
-    return np.where(known, carried, 0), (errors + 2 * problem.rounding.of_sum(x.shape[-1]) * sizes) / r
+    errors = (errors + 2 * problem.rounding.of_sum(x.shape[-1]) * sizes) / r
+    # torch takes the gradient back by way of dy/r and Σ dy·x, which may pass the largest number where dx does not.
+    by_sum, by_length = (np.abs(gradient) * np.abs(x)).sum(axis=-1, keepdims=True), sizes / r
+    passes = np.maximum(by_sum, by_length.max(axis=-1, keepdims=True)) > problem.rounding.most / 64
+    return np.where(known, carried, 0), np.where(passes, np.inf, errors)
 
 
 def sum_to(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

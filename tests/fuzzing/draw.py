@@ -74,7 +74,7 @@ def draw_case(seed: int, index: int, levels: tuple[str, ...]) -> Case:
 
 def _draw_extremes(rng, front):
     """Few at once: where everything is extreme at once, nothing is defined well enough to be compared."""
-    names = ["scale", "sizes", "values", "sinks", "softcap", "mask", "ties", "sharp", "planted", "long"]
+    names = ["scale", "sizes", "far", "values", "sinks", "softcap", "mask", "ties", "sharp", "planted", "long"]
     if front == "jvp":  # it holds every logit in the working precision, and says so
         names = ["sinks", "mask", "ties", "sharp", "planted"]
     chosen = rng.choice(names, size=int(rng.choice([0, 1, 1, 2, 2])), replace=False)
@@ -90,6 +90,8 @@ def _draw_shapes(rng, front):
     d_k, d_v = (int(x) for x in rng.choice(WIDTHS, size=2))
     if rng.random() < 0.3:
         keys = queries
+    if rng.random() < 0.08:
+        keys = int(rng.choice([1, 2]))
     if rng.random() < 0.5:
         d_v = d_k
     if rng.random() < 0.08 and rank > 2:  # decoding over many keys: those are cut and merged
@@ -132,6 +134,10 @@ def _draw_vectors(rng, dtype, q_shape, k_shape, d_v, extremes):
         sizes["q"] = rng.uniform(low, high)
         near = -sizes["q"] + rng.uniform(-1, 1)
         sizes["k"] = near if rng.random() < 0.5 else rng.uniform(low, high) if rng.random() < 0.5 else 0.0
+    if "far" in extremes:  # logits to the end of the dtype, of whose differences rounding leaves nothing
+        whole = rng.uniform(3, min(2 * high - 3, 300))
+        sizes["q"] = rng.uniform(max(whole - high + 1, 0), min(whole, high - 1))
+        sizes["k"] = whole - sizes["q"]
     if "values" in extremes:
         sizes["v"] = high if rng.random() < 0.4 else rng.uniform(low, high)
     return [
@@ -153,11 +159,26 @@ def _draw_range(rng, case):
     if case.front == "drop-in":
         return
     if rng.random() < 0.2:
-        left, right = (None if rng.random() < 0.3 else int(rng.choice([0, 1, 3, 17, 100, 10**18])) for _ in "lr")
+        left, right = (None if rng.random() < 0.3 else _pick(rng, (0, 1, 3, 17, 100, abs(_far(rng)))) for _ in "lr")
         case.window = (left, right)
     if (case.causal or case.window) and (queries != keys or rng.random() < 0.5):
-        offsets = (keys - queries, 0, -1, -3, -queries // 2, -10, -queries - 5, 5, keys + 5, 40, 10**18, -(10**18))
-        case.causal_offset = int(rng.choice(offsets, p=(0.25, *[0.07] * 9, 0.06, 0.06)))
+        usual = (0, -1, -3, -queries // 2, -10, -queries - 5, 5, keys + 5, 40)
+        case.causal_offset = keys - queries if rng.random() < 0.25 else _pick(rng, (*usual, _far(rng), _far(rng)))
+    if case.window and abs(case.offset) > 2**30 and rng.random() < 0.6:
+        # One side reaches from afar to where the keys are.
+        reach = max(abs(case.offset) + int(rng.integers(-3 - queries, keys + 4)), 0)
+        case.window = (reach, case.window[1]) if case.offset > 0 else (case.window[0], reach)
+
+
+def _pick(rng, numbers):
+    """One of some integers, which may be beyond int64."""
+    return numbers[int(rng.integers(len(numbers)))]
+
+
+def _far(rng):
+    """An integer far beyond any sequence, of either sign, near a power of two."""
+    sign, power = _pick(rng, (-1, 1)), _pick(rng, (31, 53, 60, 61, 62, 63, 64, 70))
+    return sign * 2**power + int(rng.integers(-3, 4))
 
 
 def _draw_number(rng, extremes):
@@ -187,7 +208,7 @@ def _draw_scale(rng, case, extremes):
 
 def _draw_module(rng, case):
     kind = str(rng.choice(MODULES))
-    if kind == "query" and "sizes" in case.extremes:  # e to the power of a query: hardly ever finite
+    if kind == "query" and {"sizes", "far"} & set(case.extremes):  # e to the power of a query: hardly ever finite
         kind = "learned"
     per_head = bool(rng.random() < 0.5)
     names = {"query": ("weight", "bias"), "position": ("slope", "bias")}.get(kind, ("log_gain",))
@@ -314,6 +335,9 @@ def _draw_cotangents(rng, case):
         return
     shape = (*rows, d_v)
     case.cotangents["output"] = rng.standard_normal(shape).astype(DTYPES[case.dtype])
+    if case.on_tensors and rng.random() < 0.05:
+        case.layouts["gradient"] = "nowhere"
+        case.cotangents["output"] = np.zeros(shape, DTYPES[case.dtype])
     if case.front == "tensor gradients" and case.weights:
         heads = () if case.q.ndim == 2 else (case.heads,)
         shape = (*case.q.shape[:-3], *heads, case.q.shape[-2], keys)

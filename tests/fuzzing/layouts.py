@@ -7,16 +7,18 @@ import numpy as np
 import torch
 
 _FOR_BOTH = ("plain", "transposed", "sliced", "broadcast", "misaligned")
-FOR_TENSORS = (*_FOR_BOTH, "conjugate")
+FOR_TENSORS = (*_FOR_BOTH, "conjugate", "nowhere")
 FOR_ARRAYS = (*_FOR_BOTH, "negative", "read-only")
 
 
 def lay_out(array, layout, rng):
-    """An array of the same shape and dtype in another layout; only `broadcast` changes numbers (one axis repeats)."""
+    """An array of the same shape and dtype in another layout; `broadcast` repeats an axis, `nowhere` holds zeros."""
     if layout == "byte order":  # bfloat16 and booleans have no other one
         return array.astype(array.dtype.newbyteorder(">")) if array.dtype.kind == "f" else array
     if layout in ("plain", "conjugate") or not array.size:  # torch alone has the latter, see `to_tensor`
         return array
+    if layout == "nowhere":
+        return np.zeros_like(array)
     axis = int(rng.integers(array.ndim))
     if layout == "transposed":
         other = int(rng.integers(array.ndim))
@@ -64,9 +66,12 @@ def is_true(mask):
 def to_tensor(array, layout="plain"):
     """A tensor on the same memory, strides and all; bfloat16 crosses as its bits.
 
-    In the layout `conjugate` it is the imaginary part of a conjugate, whose sign is the other one in memory.
+    In the layout `conjugate` it is the imaginary part of a conjugate, whose sign is the other one in memory; in the
+    layout `nowhere` zeros that torch keeps in no memory.
     """
     array = np.asarray(array)
+    if layout == "nowhere" and array.size and not array.astype(bool).any():
+        return torch._efficientzerotensor(array.shape, dtype=getattr(torch, array.dtype.name))
     if layout == "conjugate" and array.dtype.name in ("float32", "float64"):
         return torch.complex(torch.from_numpy(array), torch.from_numpy(-array)).conj().imag
     if not array.flags.writeable:

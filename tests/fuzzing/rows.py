@@ -137,7 +137,8 @@ def _add_moments(fields, name, x, error, visible, equal, close, lost):
     # Equal numbers have no spread at all, however large they are and however wrong together.
     tolerance = np.where(equal, (Real(2.0**-60) * largest) ** 2, tolerance)
     spread = np.where(visible, np.abs(x - x.max(axis=-1, keepdims=True, initial=-np.inf)), 0).sum(axis=-1) / n
-    mean_error = error.sum(axis=-1) / n + close * spread + 8 * Real(2.0**-53) * largest
+    # Below the smallest normal number each of n terms may be off by the smallest one.
+    mean_error = error.sum(axis=-1) / n + close * spread + 8 * Real(2.0**-53) * largest + n * Real(2.0**-1074)
     nothing = count == 0
     fields[f"{name}_mean"] = Bounded(np.where(nothing, np.nan, mean), mean_error)
     beyond = variance > Real("1e307")
