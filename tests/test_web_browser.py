@@ -465,7 +465,7 @@ def test_runs_appear_while_the_store_is_written(browser, tmp_path):
         assert page.evaluate("document.querySelector('#curves').data[0].y") == [0.5, 1.5]
         with Store(path) as store:
             store.put_running(RunSpec(seed=9), 70, {"step": [0, 60], "loss": [3.0, 2.0]})
-        page.wait_for_function("() => document.querySelector('#curves').data?.length === 4", timeout=30000)
-        assert page.evaluate("document.querySelector('#curves').data[3].y") == [3.0, 2.0]
-        assert "seed 9, step 70 of" in page.locator("#state").text_content()
+            page.wait_for_function("() => document.querySelector('#curves').data?.length === 4", timeout=30000)
+            assert page.evaluate("document.querySelector('#curves').data[3].y") == [3.0, 2.0]
+            assert "seed 9, step 70 of" in page.locator("#state").text_content()
         assert errors == []

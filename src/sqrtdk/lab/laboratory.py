@@ -63,6 +63,8 @@ class Lab:
             MissingExtraError: there is something to train and torch is not installed.
             SqrtdkError: the worker processes cannot start.
         """
+        if not specs:
+            return []
         sweep = Sweep(specs, self.store, self.progress)
         if sweep.pending and importlib.util.find_spec("torch") is None:
             raise missing_extra("torch", "torch")
