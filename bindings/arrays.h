@@ -145,34 +145,33 @@ inline int64_t bytes_of(sqrtdk::MaskKind kind) {
     return is_float ? bytes_of(sqrtdk::Dtype(int(kind) - int(sqrtdk::MaskKind::float16))) : 1;
 }
 
+// The kinds of SQRTDK_CALL_FIELDS.
+using array = nb::handle;
+using number = double;
+using integer = int64_t;
+
 // The arguments of both passes, in the order in which they cross.
 struct Arguments {
     const char* level;
-    int threads, dtype;
-    nb::handle q, k, v;
-    double scale_number;
-    nb::handle scale;
-    int mask_kind;
-    nb::handle mask;
-    int64_t first, last;
-    double softcap;
-    nb::handle sinks;
-    double dropout;
-    int64_t seed;
+    int threads;
     uintptr_t team;
+    int dtype, mask_kind;
+#define SQRTDK_FIELD(kind, name) kind name;
+    SQRTDK_CALL_FIELDS(SQRTDK_FIELD)
+#undef SQRTDK_FIELD
 };
 
 // A call's strided arrays, held while it runs; cut into rounds where the leading axes lie unevenly.
 class Inputs {
   public:
     explicit Inputs(const Arguments& given, const View* grad_output = nullptr)
-        : q_(given.q),
-          k_(given.k),
-          v_(given.v),
+        : q_(given.query),
+          k_(given.key),
+          v_(given.value),
           scale_(given.scale),
           mask_(given.mask),
           sinks_(given.sinks),
-          scale_number_(given.scale_number) {
+          factor_(given.factor) {
         problem.dtype = sqrtdk::Dtype(given.dtype);
         heads_ = q_.size(3);
         problem.groups = k_.size(3);
@@ -185,11 +184,7 @@ class Inputs {
         problem.k = {k_.data(), 0, k_.stride(3), k_.stride(2), k_.stride(1)};
         problem.v = {v_.data(), 0, v_.stride(3), v_.stride(2), v_.stride(1)};
         problem.q = query(q_);
-        problem.scale = {&scale_number_, 0, 0, 0, 0};
-        if (scale_.data()) {
-            problem.scale = {static_cast<const double*>(scale_.data()), 0, shared * scale_.stride(2), scale_.stride(2),
-                             scale_.stride(1)};
-        }
+        problem.scale = scale_.data() ? per_row(scale_) : sqrtdk::Scale{&factor_, 0, 0, 0, 0};
         problem.mask = {sqrtdk::MaskKind(given.mask_kind),
                         mask_.data(),
                         0,
@@ -233,6 +228,12 @@ class Inputs {
         return {array.data(), 0, problem.shared * array.stride(3), array.stride(3), array.stride(2), array.stride(1)};
     }
 
+    // float64 that broadcasts to [..., H, L].
+    sqrtdk::Scale per_row(const View& array) const {
+        const int64_t head = array.stride(2);
+        return {static_cast<const double*>(array.data()), 0, problem.shared * head, head, array.stride(1)};
+    }
+
     // Multiply-adds of the two products of a forward pass.
     double size() const { return double(rounds * rows) * double(problem.keys) * double(problem.d_k + problem.d_v); }
 
@@ -262,7 +263,7 @@ class Inputs {
 
   private:
     const View q_, k_, v_, scale_, mask_, sinks_;
-    double scale_number_;
+    double factor_;
     int64_t heads_;
     BatchAxis axes_[max_axes];
     int outer_;

@@ -9,6 +9,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <initializer_list>
 #include <optional>
 
 #include "arrays.h"
@@ -18,25 +19,19 @@ namespace {
 
 constexpr double small_call = 1 << 16;  // multiply-adds; a double, as their number may pass int64
 
-sqrtdk::Statistics statistics_at(double* floats, int64_t* counts, int64_t all_rows, int64_t first_row) {
-    if (!floats) {
+sqrtdk::Statistics statistics_at(double* measures, int64_t* counts, int64_t all_rows, int64_t first_row) {
+    if (!measures) {
         return {};
     }
-    const auto real = [=](int field) { return floats + field * all_rows + first_row; };
     sqrtdk::Statistics to;
-    to.visible_keys = counts + first_row;
-    to.max_key = counts + all_rows + first_row;
-    to.max_logit = real(0);
-    to.logsumexp = real(1);
-    to.entropy = real(2);
-    to.tail_weight = real(3);
-    to.tail_p2 = real(4);
-    to.tail_p3 = real(5);
-    to.logit_mean = real(6);
-    to.logit_variance = real(7);
-    to.score_max = real(8);
-    to.score_variance = real(9);
-    to.sink_weight = real(10);
+    int64_t at = first_row;
+#define SQRTDK_FIELD(name) to.name = counts + at, at += all_rows;
+    SQRTDK_ROW_COUNTS(SQRTDK_FIELD)
+#undef SQRTDK_FIELD
+    at = first_row;
+#define SQRTDK_FIELD(name) to.name = measures + at, at += all_rows;
+    SQRTDK_ROW_MEASURES(SQRTDK_FIELD)
+#undef SQRTDK_FIELD
     return to;
 }
 
@@ -140,15 +135,18 @@ void* part_of(const View& array, int64_t bytes) { return const_cast<void*>(moved
 
 constexpr int writable = PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS;
 
+// How a pass is run and the fields of its call, as parameters and as what they are packed into.
+#define SQRTDK_DECLARE(kind, name) kind name,
+#define SQRTDK_NAME(kind, name) name,
+#define SQRTDK_PARAMETERS \
+    const char *level, int threads, uintptr_t team, int dtype, int mask_kind, SQRTDK_CALL_FIELDS(SQRTDK_DECLARE)
+#define SQRTDK_ARGUMENTS {level, threads, team, dtype, mask_kind, SQRTDK_CALL_FIELDS(SQRTDK_NAME)}
+
 // False if an array is not aligned to its elements: the caller copies it and comes back.
-bool forward(const char* level, int threads, int dtype, nb::handle q, nb::handle k, nb::handle v, double scale_number,
-             nb::handle scale, int mask_kind, nb::handle mask, int64_t first, int64_t last, double softcap,
-             nb::handle sinks, double dropout, int64_t seed, nb::handle output_array, nb::handle floats_array,
-             nb::handle counts_array, uintptr_t team, nb::handle weights_array, nb::handle saved_array,
-             nb::handle exact_array) {
-    const Inputs inputs({level, threads, dtype, q, k, v, scale_number, scale, mask_kind, mask, first, last, softcap,
-                         sinks, dropout, seed, team});
-    const View output(output_array, writable), floats(floats_array, writable), counts(counts_array, writable);
+bool forward(SQRTDK_PARAMETERS nb::handle output_array, nb::handle measures_array, nb::handle counts_array,
+             nb::handle weights_array, nb::handle saved_array, nb::handle exact_array) {
+    const Inputs inputs(SQRTDK_ARGUMENTS);
+    const View output(output_array, writable), measures(measures_array, writable), counts(counts_array, writable);
     const View weights(weights_array, writable), saved(saved_array, writable), exact(exact_array, writable);
     if (!inputs.are_aligned()) {
         return false;
@@ -158,7 +156,7 @@ bool forward(const char* level, int threads, int dtype, nb::handle q, nb::handle
         sqrtdk::Forward call;
         static_cast<sqrtdk::Problem&>(call) = part;
         call.output = part_of(output, round * rows * part.d_v * item);
-        call.statistics = statistics_at(static_cast<double*>(floats.data()), static_cast<int64_t*>(counts.data()),
+        call.statistics = statistics_at(static_cast<double*>(measures.data()), static_cast<int64_t*>(counts.data()),
                                         all_rows, round * rows);
         call.weights = part_of(weights, round * rows * part.keys * item);
         call.saved = saved_at(saved, all_rows, round * rows);
@@ -169,18 +167,15 @@ bool forward(const char* level, int threads, int dtype, nb::handle q, nb::handle
 }
 
 // False if an array is not aligned to its elements. The gradients of k and v are those of arrays with q's leading axes.
-bool backward(const char* level, int threads, int dtype, nb::handle q, nb::handle k, nb::handle v, double scale_number,
-              nb::handle scale, int mask_kind, nb::handle mask, int64_t first, int64_t last, double softcap,
-              nb::handle sinks, double dropout, int64_t seed, nb::handle saved_array, nb::handle output_array,
-              nb::handle grad_output_array, nb::handle query_array, nb::handle key_array, nb::handle value_array,
-              nb::handle scales_array, nb::handle sink_rows_array, uintptr_t team) {
+#define SQRTDK_ROWS(name) , nb::handle name##_rows
+bool backward(SQRTDK_PARAMETERS nb::handle saved_array, nb::handle output_array, nb::handle grad_output_array,
+              nb::handle query_array, nb::handle key_array, nb::handle value_array SQRTDK_ROW_GRADIENTS(SQRTDK_ROWS)) {
     const View grad_output(grad_output_array), saved(saved_array, PyBUF_C_CONTIGUOUS);
     const View output(output_array, PyBUF_C_CONTIGUOUS);
-    const View query(query_array, writable), key(key_array, writable), value(value_array, writable);
-    const View scales(scales_array, writable), sink_rows(sink_rows_array, writable);
-    const Inputs inputs({level, threads, dtype, q, k, v, scale_number, scale, mask_kind, mask, first, last, softcap,
-                         sinks, dropout, seed, team},
-                        &grad_output);
+    const View to_query(query_array, writable), to_key(key_array, writable), to_value(value_array, writable);
+#define SQRTDK_VIEW(name) const View to_##name(name##_rows, writable);
+    SQRTDK_ROW_GRADIENTS(SQRTDK_VIEW)
+    const Inputs inputs(SQRTDK_ARGUMENTS, &grad_output);
     if (!inputs.are_aligned() || !grad_output.is_aligned()) {
         return false;
     }
@@ -196,14 +191,22 @@ bool backward(const char* level, int threads, int dtype, nb::handle q, nb::handl
         call.grad_output = inputs.query(grad_output);
         call.grad_output.n = inputs.grad_output_n;
         call.grad_output.data = moved_bytes(grad_output.data(), grad_output_at * item);
-        call.gradients.query = part_of(query, round * rows * part.d_k * item);
-        call.gradients.key = part_of(key, round * keys * part.d_k * item);
-        call.gradients.value = part_of(value, round * keys * part.d_v * item);
-        call.gradients.scale = moved(static_cast<double*>(scales.data()), round * rows);
-        call.gradients.sinks = moved(static_cast<double*>(sink_rows.data()), round * rows);
+        call.gradients.query = part_of(to_query, round * rows * part.d_k * item);
+        call.gradients.key = part_of(to_key, round * keys * part.d_k * item);
+        call.gradients.value = part_of(to_value, round * keys * part.d_v * item);
+#define SQRTDK_PART(name) call.gradients.name = moved(static_cast<double*>(to_##name.data()), round * rows);
+        SQRTDK_ROW_GRADIENTS(SQRTDK_PART)
         return sqrtdk::backward(call, level);
     });
     return true;
+}
+
+nb::tuple make_tuple(std::initializer_list<const char*> names) {
+    nb::list result;
+    for (const char* name : names) {
+        result.append(name);
+    }
+    return nb::tuple(result);
 }
 
 nb::list list_levels() {
@@ -220,20 +223,23 @@ nb::list list_levels() {
 
 NB_MODULE(_kernel, module) {
     module.doc() = "The kernel's contract (kernel.h) for sqrtdk.backends and sqrtdk.attention; private.";
-    module.def("forward", &forward, nb::arg("level"), nb::arg("threads"), nb::arg("dtype"), nb::arg("q"), nb::arg("k"),
-               nb::arg("v"), nb::arg("scale_number"), nb::arg("scale").none(), nb::arg("mask_kind"),
-               nb::arg("mask").none(), nb::arg("first"), nb::arg("last"), nb::arg("softcap"), nb::arg("sinks").none(),
-               nb::arg("dropout"), nb::arg("seed"), nb::arg("output"), nb::arg("floats").none(),
-               nb::arg("counts").none(), nb::arg("team") = 0, nb::arg("weights") = nb::none(),
-               nb::arg("saved") = nb::none(), nb::arg("exact") = nb::none(),
+#define SQRTDK_ARGUMENT(kind, name) nb::arg(#name).none(),
+#define SQRTDK_NAMED                                                                               \
+    nb::arg("level"), nb::arg("threads"), nb::arg("team"), nb::arg("dtype"), nb::arg("mask_kind"), \
+        SQRTDK_CALL_FIELDS(SQRTDK_ARGUMENT)
+    module.def("forward", &forward, SQRTDK_NAMED nb::arg("output"), nb::arg("measures").none(),
+               nb::arg("counts").none(), nb::arg("weights") = nb::none(), nb::arg("saved") = nb::none(),
+               nb::arg("exact") = nb::none(),
                "One forward pass into output and statistics; False if an array is not aligned to its elements.");
-    module.def("backward", &backward, nb::arg("level"), nb::arg("threads"), nb::arg("dtype"), nb::arg("q"),
-               nb::arg("k"), nb::arg("v"), nb::arg("scale_number"), nb::arg("scale").none(), nb::arg("mask_kind"),
-               nb::arg("mask").none(), nb::arg("first"), nb::arg("last"), nb::arg("softcap"), nb::arg("sinks").none(),
-               nb::arg("dropout"), nb::arg("seed"), nb::arg("saved"), nb::arg("output"), nb::arg("grad_output"),
-               nb::arg("grad_query"), nb::arg("grad_key"), nb::arg("grad_value"), nb::arg("grad_scale").none(),
-               nb::arg("grad_sinks").none(), nb::arg("team") = 0,
+#define SQRTDK_GRAD(name) , nb::arg("grad_" #name).none()
+    module.def("backward", &backward, SQRTDK_NAMED nb::arg("saved"), nb::arg("output"), nb::arg("grad_output"),
+               nb::arg("grad_query"), nb::arg("grad_key"), nb::arg("grad_value") SQRTDK_ROW_GRADIENTS(SQRTDK_GRAD),
                "One backward pass into the gradients; False if an array is not aligned to its elements.");
+#define SQRTDK_TEXT(name) #name,
+#define SQRTDK_FIELD_TEXT(kind, name) #name,
+    module.attr("CALL_FIELDS") = make_tuple({SQRTDK_CALL_FIELDS(SQRTDK_FIELD_TEXT)});
+    module.attr("ROW_GRADIENTS") = make_tuple({SQRTDK_ROW_GRADIENTS(SQRTDK_TEXT)});
+    module.attr("ROW_FIELDS") = make_tuple({SQRTDK_ROW_COUNTS(SQRTDK_TEXT) SQRTDK_ROW_MEASURES(SQRTDK_TEXT)});
     module.def("levels", &list_levels, "The CPU levels compiled in, best first: (name, runs here).");
     module.def("best_level", [] { return sqrtdk::best_level(); }, "The best level that runs here.");
     module.def("probe_fma", &sqrtdk::probe_fma, nb::arg("level"), nb::arg("threads"), nb::call_guard<ReleasedGil>(),

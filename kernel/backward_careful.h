@@ -30,7 +30,7 @@ bool differentiate_carefully(const Backward& call, int64_t n, int64_t g, int64_t
     const In* k = static_cast<const In*>(call.k.data) + n * call.k.n + g * call.k.g;
     const In* v = static_cast<const In*>(call.v.data) + n * call.v.n + g * call.v.g;
     const double scale = call.scale.data[n * call.scale.n + g * call.scale.g + r * call.scale.r + l * call.scale.l];
-    const int64_t mask_row = n * call.mask.n + g * call.mask.g + r * call.mask.r + l * call.mask.l;
+    const RowBias bias(call, n, g, r, l);
     int64_t lo, hi;
     key_range(l, call.first, call.last, call.keys, &lo, &hi);
     const int64_t most = larger(hi - lo + 1, 0);
@@ -46,8 +46,7 @@ bool differentiate_carefully(const Backward& call, int64_t n, int64_t g, int64_t
     double top = -INFINITY;
     bool poisoned = false;
     for (int64_t j = lo; j <= hi; ++j) {
-        const double bias = read_mask(call.mask, mask_row + j * call.mask.s);
-        if (bias == -INFINITY) continue;
+        if (bias.hides(j)) continue;
         keys[count] = j;
         // A logit that is NaN makes every weight of the row NaN: nothing else needs to be known.
         if (!poisoned) {
@@ -58,7 +57,7 @@ bool differentiate_carefully(const Backward& call, int64_t n, int64_t g, int64_t
             const double squashed = call.softcap > 0 ? std::tanh(score / call.softcap) : 0.0;
             products[count] = product;
             slopes[count] = 1.0 - squashed * squashed;
-            weights[count] = (call.softcap > 0 ? call.softcap * squashed : score) + bias;
+            weights[count] = (call.softcap > 0 ? call.softcap * squashed : score) + bias.of(j);
             poisoned = weights[count] != weights[count];
             top = weights[count] > top ? weights[count] : top;
         }

@@ -414,8 +414,8 @@ struct BackwardTile {
     uint64_t differentiate_vector(const Backward& call, int c, int64_t from, int64_t to, bool partial, T* weights,
                                   T* slopes) {
         const int at = c * S::lanes;
-        const bool biased = call.mask.kind > MaskKind::boolean, adjusted = biased || call.softcap > 0;
-        const T* bias = biased ? place.sight.bias + from * W + at : nullptr;
+        const bool adjusted = is_adjusted(call);
+        const T* bias = has_bias(call) ? place.sight.bias + from * W + at : nullptr;
         auto step = partial    ? adjusted ? differentiate<T, W, true, true> : differentiate<T, W, true, false>
                     : adjusted ? differentiate<T, W, false, true>
                                : differentiate<T, W, false, false>;

@@ -72,7 +72,7 @@ bool attend_carefully(const Forward& call, int64_t n, int64_t g, int64_t row, bo
     const In* v = static_cast<const In*>(call.v.data) + n * call.v.n + g * call.v.g;
     const Scale& s = call.scale;
     const double scale = s.data[n * s.n + g * s.g + r * s.r + l * s.l];
-    const int64_t mask_row = n * call.mask.n + g * call.mask.g + r * call.mask.r + l * call.mask.l;
+    const RowBias bias(call, n, g, r, l);
     int64_t lo, hi;
     key_range(l, call.first, call.last, call.keys, &lo, &hi);
     const int64_t most = larger(hi - lo + 1, 0);
@@ -86,14 +86,13 @@ bool attend_carefully(const Forward& call, int64_t n, int64_t g, int64_t row, bo
     int64_t count = 0;
     Largest top, score_top;
     for (int64_t j = lo; j <= hi; ++j) {
-        const double bias = read_mask(call.mask, mask_row + j * call.mask.s);
-        if (bias == -INFINITY) continue;
+        if (bias.hides(j)) continue;
         double product = 0;
         for (int64_t d = 0; d < call.d_k; ++d)
             product += double(widen(q[d * call.q.d])) * double(widen(k[j * call.k.s + d * call.k.d]));
         const double score = scale * product;
         scores[count] = score;
-        logits[count] = (call.softcap > 0 ? call.softcap * std::tanh(score / call.softcap) : score) + bias;
+        logits[count] = (call.softcap > 0 ? call.softcap * std::tanh(score / call.softcap) : score) + bias.of(j);
         keys[count] = j;
         top.take(logits[count], count);
         score_top.take(score, count);
@@ -108,8 +107,7 @@ bool attend_carefully(const Forward& call, int64_t n, int64_t g, int64_t row, bo
         state.top[0] = top.value;
         state.score_top[0] = score_top.value;
         sum_tail(logits, count, top, state);
-        const bool differ = call.softcap > 0 || call.mask.kind > MaskKind::boolean;
-        write_statistics<double, 1>(call.statistics, at, state, 1, differ);
+        write_statistics<double, 1>(call.statistics, at, state, 1, is_adjusted(call));
         write_sink_weight(call.statistics, at, sink);
         describe_numbers(logits, count, top.value, call.statistics.logit_mean + at,
                          call.statistics.logit_variance + at);

@@ -169,8 +169,7 @@ struct FewRows {
             const int row = seeing[i];
             T* scores = scratch.scores + row * few_block;
             seen[row] = true;
-            if (call.softcap > 0 || call.mask.kind > MaskKind::boolean)
-                adjust(call, n, g, row, begin, count, sees[row], scores);
+            if (is_adjusted(call)) adjust(call, n, g, row, begin, count, sees[row], scores);
             soften_row(row, count, sees[row], scores);
             if (call.dropout.probability > 0)
                 drop_row(call.dropout, (n * call.groups + g) * rows + row, begin, count, scores);
@@ -295,9 +294,6 @@ struct FewRows {
   private:
     void adjust(const Forward& call, int64_t n, int64_t g, int64_t row, int64_t begin, int64_t count,
                 const uint64_t* sees, T* scores) {
-        const Mask& mask = call.mask;
-        const int64_t r = row / call.queries, l = row % call.queries;
-        const int64_t at = n * mask.n + g * mask.g + r * mask.r + l * mask.l + begin * mask.s;
         if (statistics) describe_row_scores(row, count, sees, scores);
         if (call.softcap > 0) {
             const Vec size = S::all(T(call.softcap)), inverse = S::all(T(1.0 / call.softcap));
@@ -309,9 +305,8 @@ struct FewRows {
             }
             beyond[row] = beyond[row] || S::bits(S::equal(check, S::zero())) != (1ull << S::lanes) - 1;
         }
-        if (mask.kind > MaskKind::boolean)
-            for (int64_t j = 0; j < count; ++j)
-                if (sees[j / 64] >> (j % 64) & 1) scores[j] += T(read_mask(mask, at + j * mask.s));
+        if (has_bias(call))
+            add_bias(RowBias(call, n, g, row / call.queries, row % call.queries), begin, count, sees, scores);
     }
 
     void describe_row_scores(int64_t row, int64_t count, const uint64_t* sees, const T* scores) {

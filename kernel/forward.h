@@ -127,7 +127,7 @@ struct FewPass {
         const int rows = int(call.shared * call.queries);
         const int64_t n = head / call.groups, g = head % call.groups, d_v = call.d_v;
         bool ok = true;
-        const bool scores = call.softcap > 0 || call.mask.kind > MaskKind::boolean;
+        const bool scores = is_adjusted(call);
         if (statistics)
             write_statistics<T, few>(call.statistics, (n * call.groups + g) * rows, loop.state, rows, scores);
         for (int row = 0; row < rows; ++row) {

@@ -31,22 +31,37 @@ struct Mask {  // [N, G, R, L, S]; boolean is one byte, 0 hides; float is added 
     int64_t n, g, r, l, s;
 };
 
-// Row statistics, contiguous [N, G, R, L]; all null when none are wanted. Meanings: AttentionStatistics in
-// statistics.py.
+// The statistics of a row in the order in which callers hold them: integers, then numbers. Meanings:
+// AttentionStatistics in statistics.py, whose names and order these are; a module with others is not imported.
+#define SQRTDK_ROW_COUNTS(X) X(visible_keys) X(max_key)
+#define SQRTDK_ROW_MEASURES(X) \
+    X(max_logit)               \
+    X(logsumexp)               \
+    X(entropy)                 \
+    X(tail_weight)             \
+    X(tail_p2)                 \
+    X(tail_p3) X(logit_mean) X(logit_variance) X(score_max) X(score_variance) X(sink_weight)
+
+// The fields of a call in the order in which they cross from Python, by kind and name: those of `Call` in call.py, and
+// a module with others is not imported. An array is strided, or None.
+#define SQRTDK_CALL_FIELDS(X) \
+    X(array, query)           \
+    X(array, key)             \
+    X(array, value)           \
+    X(array, scale)           \
+    X(array, mask)            \
+    X(array, sinks)           \
+    X(integer, seed)          \
+    X(number, factor) X(number, softcap) X(number, dropout) X(integer, first) X(integer, last)
+
+// Row statistics, contiguous [N, G, R, L]; all null when none are wanted.
 struct Statistics {
-    int64_t* visible_keys;
-    int64_t* max_key;
-    double* max_logit;
-    double* logsumexp;
-    double* entropy;
-    double* tail_weight;
-    double* tail_p2;
-    double* tail_p3;
-    double* logit_mean;
-    double* logit_variance;
-    double* score_max;
-    double* score_variance;
-    double* sink_weight;
+#define SQRTDK_FIELD(name) int64_t* name;
+    SQRTDK_ROW_COUNTS(SQRTDK_FIELD)
+#undef SQRTDK_FIELD
+#define SQRTDK_FIELD(name) double* name;
+    SQRTDK_ROW_MEASURES(SQRTDK_FIELD)
+#undef SQRTDK_FIELD
 };
 
 // Which weights are left out of the output: of row i and key j that with draw(seed, i, j) < probability * 2^32, a word
@@ -98,13 +113,19 @@ struct Forward : Problem {
     float* exact;  // for 16-bit dtypes the output before it is rounded, which the backward pass starts from; or null
 };
 
-// What backward() writes; query, key and value contiguous and of the call's dtype, scale and sinks per row or null.
+// The gradients that are given per row [N, G, R, L], in the order in which they cross:
+// scale   <q, sum over keys of dscore * k>, defined at scale 0 too
+// sinks   -p_sink * <grad_output, output>
+#define SQRTDK_ROW_GRADIENTS(X) X(scale) X(sinks)
+
+// What backward() writes; query, key and value contiguous and of the call's dtype, those per row contiguous or null.
 struct Gradients {
-    void* query;    // [N, G, R, L, D]
-    void* key;      // [N, G, S, D], summed over the query heads that share the key
-    void* value;    // [N, G, S, V]
-    double* scale;  // [N, G, R, L]: <q, sum over keys of dscore * k>, defined at scale 0 too
-    double* sinks;  // [N, G, R, L]: -p_sink * <grad_output, output>
+    void* query;  // [N, G, R, L, D]
+    void* key;    // [N, G, S, D], summed over the query heads that share the key
+    void* value;  // [N, G, S, V]
+#define SQRTDK_FIELD(name) double* name;
+    SQRTDK_ROW_GRADIENTS(SQRTDK_FIELD)
+#undef SQRTDK_FIELD
 };
 
 struct Backward : Problem {

@@ -182,44 +182,45 @@ template <class T, int W>
 __attribute__((noinline)) void write_statistics(const Statistics& to, int64_t at, const RowState<T, W>& state, int rows,
                                                 bool scores) {
     // Computed here and copied: the compiler cannot know that the arrays outside do not overlap.
-    alignas(64) double field[11][W], log_total[W];
-    alignas(64) int64_t keys[W], max_key[W];
+    alignas(64) double log_total[W];
+#define SQRTDK_FIELD(name) alignas(64) double name[W];
+    SQRTDK_ROW_MEASURES(SQRTDK_FIELD)
+#undef SQRTDK_FIELD
+    alignas(64) int64_t visible_keys[W], max_key[W];
     for (int i = 0; i < W; ++i) log_total[i] = log1p_inline(state.tail[i]);
     for (int i = 0; i < W; ++i) {
-        keys[i] = int64_t(state.logits.count[i]);
+        visible_keys[i] = int64_t(state.logits.count[i]);
         max_key[i] = state.logits.count[i] > 0 ? state.max_key[i] : -1;
     }
     for (int i = 0; i < W; ++i) {
         const double count = state.logits.count[i], total = 1.0 + state.tail[i], top = double(state.top[i]);
         const double share = 1.0 / total, per_key = 1.0 / count;
         const bool some = count > 0;
-        field[0][i] = top;
-        field[1][i] = some && top - top == 0.0 ? top + log_total[i] : top;
-        const double entropy = some ? log_total[i] + state.moment[i] * share : 0.0;
-        field[2][i] = entropy < 0 ? 0.0 : entropy;
+        max_logit[i] = top;
+        logsumexp[i] = some && top - top == 0.0 ? top + log_total[i] : top;
+        const double raw = some ? log_total[i] + state.moment[i] * share : 0.0;
+        entropy[i] = raw < 0 ? 0.0 : raw;
         // Rounding must not push past what n keys allow: sum p <= 1 - 1/n, and H <= ln n.
         const double most = some ? 1.0 - per_key : 0.0, tail = some ? state.tail[i] * share : 0.0;
-        field[3][i] = tail > most ? most : tail;
-        field[4][i] = some ? state.tail2[i] * share * share : 0.0;
-        field[5][i] = some ? state.tail3[i] * share * share * share : 0.0;
-        field[6][i] = some ? state.logits.mean(i) : NAN;
-        field[7][i] = some ? state.logits.m2[i] * per_key : NAN;
-        field[8][i] = scores && some ? state.score_top[i] : top;
-        field[9][i] = scores && some ? state.scores.m2[i] * per_key : field[7][i];
-        field[10][i] = 0.0;
+        tail_weight[i] = tail > most ? most : tail;
+        tail_p2[i] = some ? state.tail2[i] * share * share : 0.0;
+        tail_p3[i] = some ? state.tail3[i] * share * share * share : 0.0;
+        logit_mean[i] = some ? state.logits.mean(i) : NAN;
+        logit_variance[i] = some ? state.logits.m2[i] * per_key : NAN;
+        score_max[i] = scores && some ? state.score_top[i] : top;
+        score_variance[i] = scores && some ? state.scores.m2[i] * per_key : logit_variance[i];
+        sink_weight[i] = 0.0;
     }
     // Only nearly uniform rows come close to ln n, which is the library's, as callers compute it.
     for (int i = 0; i < rows; ++i) {
         const double count = state.logits.count[i];
-        if (1.0 + state.tail[i] > 0.99 * count && count > 0 && field[2][i] > std::log(count))
-            field[2][i] = std::log(count);
+        if (1.0 + state.tail[i] > 0.99 * count && count > 0 && entropy[i] > std::log(count))
+            entropy[i] = std::log(count);
     }
-    double* const outside[11] = {to.max_logit, to.logsumexp,      to.entropy,    to.tail_weight,
-                                 to.tail_p2,   to.tail_p3,        to.logit_mean, to.logit_variance,
-                                 to.score_max, to.score_variance, to.sink_weight};
-    for (int f = 0; f < 11; ++f) __builtin_memcpy(outside[f] + at, field[f], size_t(rows) * sizeof(double));
-    __builtin_memcpy(to.visible_keys + at, keys, size_t(rows) * sizeof(int64_t));
-    __builtin_memcpy(to.max_key + at, max_key, size_t(rows) * sizeof(int64_t));
+#define SQRTDK_FIELD(name) __builtin_memcpy(to.name + at, name, size_t(rows) * sizeof(name[0]));
+    SQRTDK_ROW_COUNTS(SQRTDK_FIELD)
+    SQRTDK_ROW_MEASURES(SQRTDK_FIELD)
+#undef SQRTDK_FIELD
 }
 
 // After write_statistics(): the share of the sink beside the row's visible keys.

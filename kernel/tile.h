@@ -259,7 +259,7 @@ struct Tile {
         T* scores = scratch.scores;
         score(call, scratch, k_at, count, span);
         const bool partial = what == Sight::something;
-        if (call.softcap > 0 || call.mask.kind > MaskKind::boolean) adjust(call, scores, span, partial);
+        if (is_adjusted(call)) adjust(call, scores, span, partial);
         soften_block(scratch, span, partial, call.d_v, begin);
         if (call.dropout.probability > 0) drop_block(scratch, span, begin);
         add_values(call, scratch, v_at, count, span, careful);
@@ -309,7 +309,7 @@ struct Tile {
 
     // Soft cap, then the additive mask; what the scores were before is described first.
     void adjust(const Forward& call, T* scores, const Span& span, bool partial) {
-        const bool cap = call.softcap > 0, bias = call.mask.kind > MaskKind::boolean;
+        const bool cap = call.softcap > 0, bias = has_bias(call);
         const auto size = S::all(T(call.softcap)), inverse = S::all(cap ? T(1.0 / call.softcap) : T(0));
         for (int c = 0; c < panel; ++c) {
             const int at = c * S::lanes;
@@ -383,7 +383,7 @@ struct Tile {
     Odd finish(const Forward& call, const T* output, int64_t n, int64_t g, int64_t first_row, int rows, uint64_t seen) {
         alignas(64) T inverse[W];
         Odd odd = {};
-        const bool scores = call.softcap > 0 || call.mask.kind > MaskKind::boolean;
+        const bool scores = is_adjusted(call);
         const int64_t out_row = ((n * call.groups + g) * call.shared) * call.queries + first_row;
         if (statistics) write_statistics<T, W>(call.statistics, out_row, state, rows, scores);
         for (int i = 0; i < W; ++i) {

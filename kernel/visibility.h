@@ -1,6 +1,7 @@
 // Who sees whom: causal, window, mask and tails all end in one word of bits per key, one bit per row of the tile.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "block_view.h"
@@ -28,6 +29,29 @@ inline void key_range(int64_t position, int64_t first, int64_t last, int64_t key
     if (*lo <= *hi) return;
     *lo = keys;
     *hi = -1;
+}
+
+// Whether something is added to the scores, and whether the logits are other numbers than the scores.
+inline bool has_bias(const Problem& call) { return call.mask.kind > MaskKind::boolean; }
+inline bool is_adjusted(const Problem& call) { return call.softcap > 0 || has_bias(call); }
+
+// What one row's keys are hidden by and what is added to their scores, in float64.
+struct RowBias {
+    const Mask& mask;
+    int64_t at;
+
+    RowBias(const Problem& call, int64_t n, int64_t g, int64_t r, int64_t l)
+        : mask(call.mask), at(n * mask.n + g * mask.g + r * mask.r + l * mask.l) {}
+
+    bool hides(int64_t key) const { return read_mask(mask, at + key * mask.s) == -INFINITY; }
+    double of(int64_t key) const { return read_mask(mask, at + key * mask.s); }
+};
+
+// Adds a row's bias to the scores of the keys [begin, begin + count) that it sees.
+template <class T>
+void add_bias(const RowBias& bias, int64_t begin, int64_t count, const uint64_t* sees, T* scores) {
+    for (int64_t j = 0; j < count; ++j)
+        if (sees[j / 64] >> (j % 64) & 1) scores[j] += T(bias.of(begin + j));
 }
 
 enum class Sight { nothing, everything, something };

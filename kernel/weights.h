@@ -49,7 +49,7 @@ void write_weights(Tile<T, In, statistics>& tile, const Forward& call, const Scr
             total += std::exp(call.sinks[g * call.shared + (first_row + i) / call.queries] - double(top[i]));
         inverse[i] = sees ? T(1.0 / total) : T(0);
     }
-    const bool cap = call.softcap > 0, bias = call.mask.kind > MaskKind::boolean;
+    const bool cap = call.softcap > 0, bias = has_bias(call);
     const auto size = S::all(T(call.softcap)), shrink = S::all(cap ? T(1.0 / call.softcap) : T(0));
     const int vectors = (rows + S::lanes - 1) / S::lanes;
     In* to =
@@ -95,9 +95,7 @@ bool write_few_weights(const Forward& call, int64_t n, int64_t g, int64_t row, T
     T* copy = arena.take<T>(few_block * d_k);
     if (!arena.ok()) return false;
     Loop::load_query(call, query, n, g, row);
-    const Mask& mask = call.mask;
-    const int64_t r = row / call.queries, l = row % call.queries;
-    const int64_t mask_row = n * mask.n + g * mask.g + r * mask.r + l * mask.l;
+    const RowBias bias(call, n, g, row / call.queries, row % call.queries);
     In* to = static_cast<In*>(call.weights) + ((n * call.groups + g) * call.shared * call.queries + row) * call.keys;
     for (int64_t begin = 0; begin < call.keys; begin += few_block) {
         const int64_t count = smaller(few_block, call.keys - begin);
@@ -116,9 +114,7 @@ bool write_few_weights(const Forward& call, int64_t n, int64_t g, int64_t row, T
                 const auto x = S::mul(S::load(scores + j), S::all(T(1.0 / call.softcap)));
                 S::store(scores + j, S::mul(S::all(T(call.softcap)), hyperbolic_tangent<T>(x)));
             }
-        if (mask.kind > MaskKind::boolean)
-            for (int64_t j = 0; j < count; ++j)
-                if (sees[j / 64] >> (j % 64) & 1) scores[j] += T(read_mask(mask, mask_row + (begin + j) * mask.s));
+        if (has_bias(call)) add_bias(bias, begin, count, sees, scores);
         for (int64_t j = 0; j < count; j += S::lanes) {
             const auto e = exponential<T>(S::sub(S::load(scores + j), S::all(top)));
             const auto visible = S::from_bits(sees[j / 64] >> (j % 64));

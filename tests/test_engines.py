@@ -6,7 +6,7 @@ import pytest
 import sqrtdk
 from oracle import draw
 from sqrtdk import backends
-from sqrtdk.call import Band, Call, Slopes, Wanted, flatten, restore
+from sqrtdk.call import Band, Call, GradientRequest, Wanted, flatten, restore
 from sqrtdk.engines import choose
 from sqrtdk.engines.kernel import KERNEL
 from sqrtdk.engines.reference import REFERENCE
@@ -104,4 +104,4 @@ class TestCall:
 
     def test_slopes_and_wanted_ask_for_little_by_default(self):
         assert Wanted() == (False, False, False, False)
-        assert Slopes(1.0)[1:] == (None, True, False, False)
+        assert GradientRequest(1.0)[1:] == (None, True, False, False)

@@ -298,6 +298,8 @@ ENVIRONMENT = """
 import ctypes, sys
 import numpy as np
 from sqrtdk import _kernel, attention, backends
+from sqrtdk.call import Call
+from sqrtdk.engines.kernel import pack
 backends.use(sys.argv[1])
 libm = ctypes.CDLL("libm.so.6")
 q, k, v = np.random.default_rng(0).standard_normal((3, 4, 300, 64)).astype(np.float32)
@@ -314,7 +316,8 @@ for threads in (1, 2):
         assert found.output.tobytes() == expected.output.tobytes(), mode
         assert found.statistics.entropy.tobytes() == expected.statistics.entropy.tobytes(), mode
     output = np.empty_like(q)
-    arguments = (sys.argv[1], threads, 2, q, k, v, 0.125, None, 0, None, -9, 9, 0.0, None, 0.0, 0, output, None, None)
+    call = Call(q, k, v, factor=0.125)
+    arguments = (sys.argv[1], threads, 0, *pack(call, 2, 0, call.arrays), output, None, None)
     every_flag = 0x3D
     libm.feclearexcept(every_flag)
     _kernel.forward(*arguments)

@@ -9,7 +9,7 @@ import pytest
 from oracle import draw
 from sqrtdk import backends
 from sqrtdk.arguments import as_float_array
-from sqrtdk.call import Band, Call, Slopes, Wanted
+from sqrtdk.call import Band, Call, GradientRequest, Wanted
 from sqrtdk.draws import draw_kept
 from sqrtdk.engines.kernel import KERNEL
 from sqrtdk.engines.reference import REFERENCE
@@ -34,7 +34,7 @@ def run(engine, call, grad, plan=None):
     """Output, statistics and weights, and the gradients."""
     plan = backends.plan() if plan is None else plan
     done = engine.forward(call, Wanted(statistics=True, weights=True, saved=True), plan)
-    return done, engine.backward(call, Slopes(grad), done, plan)
+    return done, engine.backward(call, GradientRequest(grad), done, plan)
 
 
 def assert_as_reference(call, seed=1):

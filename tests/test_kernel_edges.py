@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from conftest import NATIVE
+from crossing import cross
 from oracle import ROW_FIELDS, draw, same
 from sqrtdk import attention, backends
 
@@ -234,18 +235,16 @@ def test_a_tensor_without_an_address_is_refused(native):
     q, to = np.ones((1, 2, 4), np.float32), np.empty((1, 2, 4), np.float32)
     nowhere = (0, 4, (1, 2, 4), (8, 4, 1))
     with pytest.raises(ValueError, match="address"):
-        _kernel.forward(native, 1, 2, nowhere, q, q, 0.5, None, 0, None, -9, 9, 0.0, None, 0.0, 0, to, None, None)
+        _kernel.forward(native, 1, *cross(nowhere, q, q), to, None, None)
 
 
 def test_unknown_codes_are_refused(native):
     from sqrtdk import _kernel
 
     q = np.ones((1, 2, 4), np.float32)
-    rest = (q, q, q, 0.5, None, 0, None, -9, 9, 0.0, None, 0.0, 0, np.empty_like(q), None, None)
+    to = np.empty_like(q)
     for code in (-1, 4):
         with pytest.raises(ValueError, match="dtype"):
-            _kernel.forward(native, 1, code, *rest)
+            _kernel.forward(native, 1, *cross(q, q, q, code), to, None, None)
     with pytest.raises(ValueError, match="mask"):
-        _kernel.forward(
-            native, 1, 2, q, q, q, 0.5, None, 6, None, -9, 9, 0.0, None, 0.0, 0, np.empty_like(q), None, None
-        )
+        _kernel.forward(native, 1, *cross(q, q, q, 2, 6), to, None, None)

@@ -7,7 +7,7 @@ from torch.autograd import gradcheck
 from torch.utils.checkpoint import checkpoint
 
 from sqrtdk import backends
-from sqrtdk.call import Band, Call, Slopes, Wanted
+from sqrtdk.call import Band, Call, GradientRequest, Wanted
 from sqrtdk.draws import draw_kept
 from sqrtdk.torch import attention, scaled_dot_product_attention, tiles
 from sqrtdk.torch.engines.blocks import BLOCKS
@@ -26,7 +26,7 @@ def run(engine, call):
     """Output, statistics and weights of a call, and its gradients."""
     plan = backends.plan()
     done = engine.forward(call, Wanted(statistics=True, weights=True, saved=True), plan)
-    return done, engine.backward(call, Slopes(draw_like(1, done.output)), done, plan)
+    return done, engine.backward(call, GradientRequest(draw_like(1, done.output)), done, plan)
 
 
 def assert_alike(ours, theirs, close):

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from sqrtdk import backends
 from sqrtdk.arguments import ScaleLike, Window, as_float_array, validate
-from sqrtdk.call import Call, Forward, Slopes, Wanted
+from sqrtdk.call import Call, Forward, GradientRequest, Wanted
 from sqrtdk.display import Table, describe_array
 from sqrtdk.engines import Engine, choose
 from sqrtdk.engines.kernel import KERNEL
@@ -146,7 +146,7 @@ def attention(
     return result
 
 
-def _choose(call: Call, wanted: Wanted | Slopes, plan: backends.Plan) -> Engine:
+def _choose(call: Call, wanted: Wanted | GradientRequest, plan: backends.Plan) -> Engine:
     if plan.forward is None:
         backends.warn_without_kernel()
         return choose((REFERENCE,), call, wanted, plan)
@@ -215,11 +215,11 @@ def attention_gradients(
     dtype = call.query.dtype
     if grad.dtype != dtype:
         raise InvalidTypeError(f"grad_output must have the dtype of q, {dtype}, got {grad.dtype}")
-    plan, slopes = backends.plan(), Slopes(grad)
-    engine = _choose(call, slopes, plan)
+    plan, request = backends.plan(), GradientRequest(grad)
+    engine = _choose(call, request, plan)
     ready = call if call.policy is None else _prepare(call, engine)
-    slopes = slopes._replace(output=grad.astype(ready.query.dtype, copy=False))
-    gradients = engine.backward(ready, slopes, Forward(None), plan)
+    request = request._replace(output=grad.astype(ready.query.dtype, copy=False))
+    gradients = engine.backward(ready, request, Forward(None), plan)
     to_query, to_key = gradients.query, gradients.key
     if call.policy is not None:
         with np.errstate(all="ignore"):

@@ -20,7 +20,9 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, NamedTuple
 
+from sqrtdk.call import FIELDS
 from sqrtdk.errors import InvalidTypeError, InvalidValueError, unknown_name, warn
+from sqrtdk.statistics import ROW_FIELDS
 
 __all__ = ["REFERENCE", "Backend", "current", "inspect", "list", "threads", "use", "use_threads"]
 
@@ -240,12 +242,16 @@ def _require_running(argument: str, name: Any) -> None:
 def _load_kernel() -> tuple[ModuleType | None, str | None]:
     """The compiled kernel, or why it is not there."""
     try:
-        return import_module("sqrtdk._kernel"), None
+        kernel = import_module("sqrtdk._kernel")
     except ImportError as error:
         # Not built is how it was installed; built and not loadable is a fault, and its own words say which.
         if isinstance(error, ModuleNotFoundError) and error.name == "sqrtdk._kernel":
             return None, "it was not compiled at installation"
         return None, f"it cannot be loaded: {error}"
+    # Arguments and statistics cross by their place: another order would be other numbers.
+    if (tuple(FIELDS), ROW_FIELDS) != (kernel.CALL_FIELDS, kernel.ROW_FIELDS):
+        return None, "it was compiled from other sources: its fields of a call or statistics of a row are not these"
+    return kernel, None
 
 
 def _default_threads() -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 from sqrtdk.scales import Policy
 from sqrtdk.theory.softmax import namespace_of
@@ -78,8 +78,8 @@ class Wanted(NamedTuple):
     derivatives: bool = False
 
 
-class Slopes(NamedTuple):
-    """What a backward pass is given, and which gradients beyond those of q, k, v and sinks it is to give.
+class GradientRequest(NamedTuple):
+    """What a backward pass is given, and whether it is to give gradients that not everybody needs.
 
     Args:
         output: ∂loss/∂output `[..., H, L, V]`.
@@ -95,9 +95,30 @@ class Slopes(NamedTuple):
     mask: bool = False
     derivatives: bool = False
 
+    def gives(self, name: str, call: Call) -> bool:
+        """Whether the gradient of a field of the call is among the results: as the request says, or if it is there."""
+        asked: bool = getattr(self, name, getattr(call, name) is not None)
+        return asked
+
+
+class Field(NamedTuple):
+    """What a field of a call is to those who pass it on: torch's operators, autograd, vmap, the kernel's binding.
+
+    Args:
+        schema: its type in a schema of torch.
+        lacks: how many axes of the query it is without when it is broadcast in full; None for what is no array.
+        is_differentiable: whether it can have a gradient.
+    """
+
+    schema: str
+    lacks: int | None = None
+    is_differentiable: bool = False
+
 
 class Call(NamedTuple):
     """A call whose arguments have been checked: NumPy arrays or torch tensors as they were given, never copied here.
+
+    This is the one table of its fields: arrays first, then numbers, in the order of kernel.h.
 
     Args:
         query, key, value: `[..., H, L, D]`, `[..., G, S, D]`, `[..., G, S, V]`, or without the axis of heads.
@@ -112,18 +133,28 @@ class Call(NamedTuple):
         policy: prepares q and k before the product, where it has to; arrays only, tensors come prepared.
     """
 
-    query: Any
-    key: Any
-    value: Any
-    scale: Any = None
-    mask: Any = None
-    sinks: Any = None
-    seed: Any = None
-    factor: float = 1.0
-    softcap: float = 0.0
-    dropout: float = 0.0
+    query: Annotated[Any, Field("Tensor", 0, True)]
+    key: Annotated[Any, Field("Tensor", 0, True)]
+    value: Annotated[Any, Field("Tensor", 0, True)]
+    scale: Annotated[Any, Field("Tensor?", 1, True)] = None
+    mask: Annotated[Any, Field("Tensor?", 0, True)] = None
+    sinks: Annotated[Any, Field("Tensor?", 2, True)] = None
+    seed: Annotated[Any, Field("Tensor?")] = None
+    factor: Annotated[float, Field("float")] = 1.0
+    softcap: Annotated[float, Field("float")] = 0.0
+    dropout: Annotated[float, Field("float")] = 0.0
     band: Band = OPEN
     policy: Policy | None = None
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """The fields of `ARRAYS`."""
+        return self[: len(ARRAYS)]
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        """The arrays and the seed."""
+        return self[:TENSORS]
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -176,22 +207,36 @@ class Call(NamedTuple):
         return (*self.heads_shape, self.query.shape[-2], self.key.shape[-2])
 
 
-FLAT_TENSORS = 7
-"""How many of a flattened call's items are tensors; they come first."""
+def _read_table() -> dict[str, Field]:
+    hints = get_type_hints(Call, include_extras=True)
+    table = {name: hint.__metadata__[0] for name, hint in hints.items() if hasattr(hint, "__metadata__")}
+    return {**table, "first": Field("SymInt"), "last": Field("SymInt")}
+
+
+FIELDS = _read_table()
+"""The fields of a flat call, in its order: those of the table, and the limits of the band."""
+
+ARRAYS = tuple(name for name, field in FIELDS.items() if field.lacks is not None)
+"""The fields that are arrays or tensors of the call's numbers; they come first."""
+
+TENSORS = len(ARRAYS) + 1
+"""How many items of a flat call are tensors: the arrays, and the seed behind them."""
+
+_OWN = len(FIELDS) - 2
 
 
 def flatten(call: Call) -> tuple[Any, ...]:
-    """The call of tensors as the flat arguments that torch's operators and autograd functions take.
+    """The call as the flat arguments that torch's operators, autograd functions and the kernel take.
 
     The offset stays behind: no engine asks for it.
     """
-    return (*call[:FLAT_TENSORS], call.factor, call.softcap, call.dropout, call.band.first, call.band.last)
+    return (*call[:_OWN], call.band.first, call.band.last)
 
 
 def restore(flat: Iterable[Any]) -> Call:
     """The call that was flattened."""
-    query, key, value, scale, mask, sinks, seed, factor, softcap, dropout, first, last = flat
-    return Call(query, key, value, scale, mask, sinks, seed, factor, softcap, dropout, Band(first, last))
+    *own, first, last = flat
+    return Call._make((*own, Band(first, last), None))
 
 
 class Forward(NamedTuple):
@@ -199,7 +244,7 @@ class Forward(NamedTuple):
 
     Args:
         output: `[..., H, L, V]`.
-        measures, counts: float64 `[11, ..., H, L]` and int64 `[2, ..., H, L]` in the order of `AttentionStatistics`.
+        measures, counts: float64 and int64, a block `[..., H, L]` for each of `MEASURES` and `COUNTS` of `statistics`.
         weights: `[..., H, L, S]`.
         saved: each row's largest logit and its sum of exponentials relative to it, float64 `[2, ..., H, L]`.
         exact: the output before it was rounded, where gradients are to start from more digits than it has.
@@ -214,7 +259,8 @@ class Forward(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """Gradients shaped as query, key, value; of scale and sinks per row `[..., H, L]`; of the mask as the mask.
+    """The gradients of `DIFFERENTIABLE`, in its order: of query, key, value and mask in their shapes, of others per row
+    `[..., H, L]`.
 
     None, or no elements in a traced graph, for what was not asked for or is not there.
     """
@@ -223,8 +269,15 @@ class Backward(NamedTuple):
     key: Any
     value: Any
     scale: Any = None
-    sinks: Any = None
     mask: Any = None
+    sinks: Any = None
+
+
+DIFFERENTIABLE = tuple(name for name, field in FIELDS.items() if field.is_differentiable)
+"""The fields that can have a gradient."""
+BY_ROW = tuple(name for name in DIFFERENTIABLE if FIELDS[name].lacks)
+"""Those of which it is given per row."""
+assert Backward._fields == DIFFERENTIABLE
 
 
 def row_numbers(query: Any) -> Any:

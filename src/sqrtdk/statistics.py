@@ -12,9 +12,10 @@ from sqrtdk.display import Shown, Table
 from sqrtdk.errors import InvalidTypeError, InvalidValueError, unknown_name
 from sqrtdk.theory.softmax import namespace_of, saturation_index
 
-__all__ = ["ROW_FIELDS", "ROW_STATISTICS", "AttentionStatistics", "Sample"]
+__all__ = ["COUNTS", "MEASURES", "ROW_FIELDS", "ROW_STATISTICS", "AttentionStatistics", "Sample"]
 
 Array = npt.NDArray[Any]
+Counts = npt.NDArray[np.int64]
 
 
 class Sample(NamedTuple):
@@ -90,8 +91,8 @@ class AttentionStatistics(Shown):
     (8.0, 1.0)
     """
 
-    visible_keys: Array
-    max_key: Array
+    visible_keys: Counts
+    max_key: Counts
     max_logit: Array
     logsumexp: Array
     entropy: Array
@@ -110,7 +111,7 @@ class AttentionStatistics(Shown):
     def from_blocks(
         cls, counts: Array, measures: Array, *, sample: Sample | None = None, first_position: int | None = None
     ) -> AttentionStatistics:
-        """The fields in the order above as views of two blocks, int64 `[2, ...]` and float64 `[11, ...]`.
+        """The fields in the order above as views of two blocks: integers (`COUNTS`), then float64 (`MEASURES`).
 
         A view is made when it is first asked for: thirteen of them would cost as much as a small call of the kernel.
         """
@@ -128,7 +129,7 @@ class AttentionStatistics(Shown):
         if blocks is None or name not in ROW_FIELDS:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         at = ROW_FIELDS.index(name)
-        value: Array = blocks[0][at] if at < 2 else blocks[1][at - 2]
+        value: Array = blocks[0][at] if at < len(COUNTS) else blocks[1][at - len(COUNTS)]
         self.__dict__[name] = value
         return value
 
@@ -313,8 +314,13 @@ class AttentionStatistics(Shown):
         return tuple(self.visible_keys.shape)
 
 
-ROW_FIELDS = tuple(item.name for item in fields(AttentionStatistics) if item.name not in ("sample", "first_position"))
-"""The fields that hold a number per row, in the order of the blocks: two of counts, eleven of floats."""
+COUNTS, MEASURES = (
+    tuple(item.name for item in fields(AttentionStatistics) if item.type == kind) for kind in ("Counts", "Array")
+)
+"""The fields that hold an integer, and those that hold a number of float64, per row."""
+
+ROW_FIELDS = (*COUNTS, *MEASURES)
+"""The fields that hold a number per row, in the order of the blocks and of kernel.h."""
 
 ROW_STATISTICS = (
     *ROW_FIELDS,

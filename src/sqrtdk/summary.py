@@ -243,7 +243,7 @@ _AT_ONCE = 1 << 13
 class RowBlock(NamedTuple):
     """Rows of several sequences with one number of queries, and which of them count.
 
-    `counts` `[2, B, H, L]` and `measures` `[11, B, H, L]` are those of `AttentionStatistics.from_blocks`. `positions`
+    `counts` and `measures` `[·, B, H, L]` are those of `AttentionStatistics.from_blocks`. `positions`
     `[B, L]` are those of the queries among the keys; None where they are not known. `present` `[B, L]` is False for
     padding. `rows_in_all` counts rows per head, with those that were not looked at.
     """

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from sqrtdk.backends import Plan
-from sqrtdk.call import Backward, Call, Forward, Slopes, Wanted
+from sqrtdk.call import Backward, Call, Forward, GradientRequest, Wanted
 from sqrtdk.errors import FallbackWarning, InvalidValueError, warn
 
 
@@ -15,17 +15,17 @@ class Engine(Protocol):
 
     name: str
 
-    def takes(self, call: Call, wanted: Wanted | Slopes, plan: Plan) -> str | None:
+    def takes(self, call: Call, wanted: Wanted | GradientRequest, plan: Plan) -> str | None:
         """None if it computes this call and all that is wanted of it, else the reason why not."""
 
     def forward(self, call: Call, wanted: Wanted, plan: Plan) -> Forward:
         """Output, and what else is wanted, from one pass."""
 
-    def backward(self, call: Call, slopes: Slopes, done: Forward, plan: Plan) -> Backward:
+    def backward(self, call: Call, request: GradientRequest, done: Forward, plan: Plan) -> Backward:
         """The gradients; `done` has the output and the saved numbers of the forward pass, if there were any."""
 
 
-def choose(candidates: Sequence[Engine], call: Call, wanted: Wanted | Slopes, plan: Plan) -> Engine:
+def choose(candidates: Sequence[Engine], call: Call, wanted: Wanted | GradientRequest, plan: Plan) -> Engine:
     """The first of the candidates that takes the call.
 
     If the first one had been asked for by name, the choice of another is said, with the reason. Nothing is computed

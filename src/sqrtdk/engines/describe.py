@@ -66,7 +66,7 @@ BLIND_NUMBERS = (-float("inf"), -float("inf"), 0.0, 0.0, 0.0, 0.0, _NAN, _NAN, -
 
 
 def describe_blind(counts: Any, measures: Any, has_sinks: bool) -> None:
-    """Write the statistics of rows that see nothing into int64 `[2, ...]` and float64 `[11, ...]`."""
+    """Write the statistics of rows that see nothing into the blocks of integers and of numbers."""
     for field, value in zip((*counts, *measures), (*BLIND_COUNTS, *BLIND_NUMBERS), strict=True):
         field[...] = value
     if has_sinks:

@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from sqrtdk.backends import Plan
-from sqrtdk.call import Backward, Call, Forward, Slopes, Wanted, as_truth
+from sqrtdk.call import BY_ROW, Backward, Call, Forward, GradientRequest, Wanted, as_truth
 from sqrtdk.draws import draw_kept, growth_of_kept
 from sqrtdk.engines.describe import describe
 from sqrtdk.errors import InvalidTypeError, InvalidValueError
-from sqrtdk.statistics import ROW_FIELDS, AttentionStatistics
+from sqrtdk.statistics import COUNTS, MEASURES, ROW_FIELDS, AttentionStatistics
 
 Array = npt.NDArray[Any]
 
@@ -207,13 +207,13 @@ def attend(rows: Rows, *, statistics: bool = True) -> Attended:
 
 
 class RowGradients(NamedTuple):
-    """Gradients from some rows, shaped as q, k, v of `Rows`; scale and sink `[..., L]`; logits `[..., L, S]`."""
+    """Gradients from some rows, shaped as q, k, v of `Rows`; scale and sinks `[..., L]`; logits `[..., L, S]`."""
 
     query: Array
     key: Array
     value: Array
     scale: Array
-    sink: Array
+    sinks: Array
     logits: Array
 
 
@@ -245,7 +245,7 @@ def differentiate(rows: Rows, grad_output: Array, grad_weights: Array | None = N
             key=_weigh(np.swapaxes(grad_products, -1, -2), rows.q, seen_by),
             value=_weigh(np.swapaxes(_drop(soft.weights, rows), -1, -2), grad_output, seen_by),
             scale=np.where(visible, grad_scores * soft.products, 0.0).sum(axis=-1),
-            sink=np.where(visible.any(axis=-1), grad_sink, 0.0),
+            sinks=np.where(visible.any(axis=-1), grad_sink, 0.0),
             logits=grad_logits,
         )
 
@@ -341,7 +341,7 @@ class Reference:
 
     name = "reference"
 
-    def takes(self, call: Call, wanted: Wanted | Slopes, plan: Plan) -> str | None:
+    def takes(self, call: Call, wanted: Wanted | GradientRequest, plan: Plan) -> str | None:
         """Everything that arrays can ask for."""
         return "its operations are not torch's" if wanted.derivatives else None
 
@@ -350,8 +350,8 @@ class Reference:
         tiles, dtype = Tiles(call), call.query.dtype
         output = np.zeros((*tiles.shape, call.d_v), dtype)
         weights = np.zeros((*tiles.shape, call.keys), dtype) if wanted.weights else None
-        counts = np.zeros((2, *tiles.shape), np.int64) if wanted.statistics else None
-        measures = np.zeros((11, *tiles.shape)) if wanted.statistics else None
+        counts = np.zeros((len(COUNTS), *tiles.shape), np.int64) if wanted.statistics else None
+        measures = np.zeros((len(MEASURES), *tiles.shape)) if wanted.statistics else None
         for tile in tiles:
             attended = attend(tiles.rows(tile), statistics=wanted.statistics)
             with np.errstate(all="ignore"):
@@ -364,20 +364,20 @@ class Reference:
                     field[tile] = values
         return Forward(
             output.reshape(*call.rows, call.d_v),
-            None if measures is None else measures.reshape(11, *call.rows),
-            None if counts is None else counts.reshape(2, *call.rows),
+            None if measures is None else measures.reshape(len(MEASURES), *call.rows),
+            None if counts is None else counts.reshape(len(COUNTS), *call.rows),
             None if weights is None else weights.reshape(*call.rows, call.keys),
         )
 
-    def backward(self, call: Call, slopes: Slopes, done: Forward, plan: Plan) -> Backward:
+    def backward(self, call: Call, request: GradientRequest, done: Forward, plan: Plan) -> Backward:
         """The gradients in float64, each tile's softmax computed anew."""
         tiles = Tiles(call)
-        given = slopes.output.reshape(*tiles.shape, call.d_v)
-        given_weights = None if slopes.weights is None else slopes.weights.reshape(*tiles.shape, call.keys)
+        given = request.output.reshape(*tiles.shape, call.d_v)
+        given_weights = None if request.weights is None else request.weights.reshape(*tiles.shape, call.keys)
         to_q, to_k, to_v = np.zeros(tiles.q.shape), np.zeros(tiles.k.shape), np.zeros(tiles.v.shape)
-        to_scale, to_sinks = np.zeros(tiles.shape), np.zeros(tiles.shape)
+        by_row = {name: np.zeros(tiles.shape) for name in BY_ROW if request.gives(name, call)}
         # As large as the mask would be if it were not broadcast: only where its gradient is wanted.
-        to_logits = np.zeros((*tiles.shape, call.keys)) if slopes.mask else None
+        to_logits = np.zeros((*tiles.shape, call.keys)) if request.mask else None
         for tile in tiles:
             also = None if given_weights is None else given_weights[tile].astype(np.float64, order="C")
             part = differentiate(tiles.rows(tile), given[tile].astype(np.float64, order="C"), also)
@@ -385,17 +385,16 @@ class Reference:
             to_q[tile] = part.query
             to_k[n, g] += part.key.sum(axis=2, keepdims=True)
             to_v[n, g] += part.value.sum(axis=2, keepdims=True)
-            to_scale[tile] = part.scale
-            to_sinks[tile] = part.sink
+            for name, to in by_row.items():
+                to[tile] = getattr(part, name)
             if to_logits is not None:
                 to_logits[tile] = part.logits
         return Backward(
             to_q.reshape(call.query.shape),
             to_k.reshape(call.key.shape),
             to_v.reshape(call.value.shape),
-            to_scale.reshape(call.rows) if slopes.scale else None,
-            None if call.sinks is None else to_sinks.reshape(call.rows),
-            None if to_logits is None else _sum_to(to_logits.reshape(call.logits_shape), call.mask.shape),
+            mask=None if to_logits is None else _sum_to(to_logits.reshape(call.logits_shape), call.mask.shape),
+            **{name: to.reshape(call.rows) for name, to in by_row.items()},
         )
 
 

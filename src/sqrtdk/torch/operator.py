@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -10,40 +10,50 @@ import torch
 from torch import Tensor
 
 from sqrtdk import backends
-from sqrtdk.call import FLAT_TENSORS, Backward, Call, Forward, Slopes, Wanted, flatten, restore
+from sqrtdk.call import ARRAYS, BY_ROW, FIELDS, Backward, Call, Forward, GradientRequest, Wanted, flatten, restore
 from sqrtdk.errors import InvalidValueError
+from sqrtdk.statistics import COUNTS, MEASURES
 from sqrtdk.torch.engines import choose_engine
 from sqrtdk.torch.tiles import wide_dtype
 
 _LIBRARY: Any = torch.library.Library("sqrtdk", "DEF")  # type: ignore[no-untyped-call]
 
-_CALL = (
-    "Tensor query, Tensor key, Tensor value, Tensor? scale, Tensor? mask, Tensor? sinks, Tensor? seed, "
-    "float factor, float softcap, float dropout, SymInt first, SymInt last"
+_CALL = ", ".join(f"{field.schema} {name}" for name, field in FIELDS.items())
+_FLAT = len(FIELDS)
+
+
+def _define(name: str, further: Iterable[str], results: tuple[str, ...]) -> None:
+    _LIBRARY.define(f"{name}({', '.join((_CALL, *further))}) -> ({', '.join('Tensor' for _ in results)})")
+
+
+def _schema_of(request: str) -> str:
+    default = GradientRequest._field_defaults.get(request, "")
+    return f"{'bool' if isinstance(default, bool) else 'Tensor?' if default is None else 'Tensor'} request_{request}"
+
+
+# The last item of `Wanted` and `GradientRequest` stays behind: operators have no derivatives but by autograd.
+_define("forward", (f"bool want_{name}" for name in Wanted._fields[:-1]), Forward._fields)
+_define(
+    "backward", ("Tensor? output", "Tensor? saved", *map(_schema_of, GradientRequest._fields[:-1])), Backward._fields
 )
-_LIBRARY.define(
-    f"forward({_CALL}, bool statistics, bool weights, bool saved) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-_LIBRARY.define(
-    f"backward({_CALL}, Tensor? output, Tensor? saved, Tensor grad_output, Tensor? grad_weights, bool scale_too, "
-    "bool mask_too) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-_WANTED, _SLOPES = 3, 6  # how many arguments follow those of the call
 
 
 def run_forward(call: Call, wanted: Wanted) -> Forward:
     """The forward pass by way of the dispatcher: whoever watches is told, and the choice of an engine is made there."""
-    done = torch.ops.sqrtdk.forward.default(*flatten(call), *wanted[:_WANTED])
-    is_there = (True, wanted.statistics, wanted.statistics, wanted.weights, wanted.saved, wanted.saved)
-    return Forward(*(x if there else None for x, there in zip(done, is_there, strict=True)))
+    done = Forward(*torch.ops.sqrtdk.forward.default(*flatten(call), *wanted[:-1]))
+    if not wanted.statistics:
+        done = done._replace(measures=None, counts=None)
+    if not wanted.saved:
+        done = done._replace(saved=None, exact=None)
+    return done if wanted.weights else done._replace(weights=None)
 
 
-def run_backward(call: Call, slopes: Slopes, done: Forward) -> Backward:
+def run_backward(call: Call, request: GradientRequest, done: Forward) -> Backward:
     """The gradients of a call by way of the dispatcher."""
     saved = torch.from_numpy(done.saved) if isinstance(done.saved, np.ndarray) else done.saved
-    gradients = torch.ops.sqrtdk.backward.default(*flatten(call), done.output, saved, *slopes[:4])
-    is_there = (True, True, True, slopes.scale, call.sinks is not None, slopes.mask)
-    return Backward(*(x if there else None for x, there in zip(gradients, is_there, strict=True)))
+    gradients = torch.ops.sqrtdk.backward.default(*flatten(call), done.output, saved, *request[:-1])
+    named = zip(Backward._fields, gradients, strict=True)
+    return Backward(*(x if request.gives(name, call) else None for name, x in named))
 
 
 def register_autograd(kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,13 +71,14 @@ def drop_unsaved(done: Forward) -> Forward:
 
 def require_finite(call: Call) -> None:
     """Refuse a scale or sinks with NaN or infinity; only on the CPU, where looking does not stall a device."""
-    for name, tensor in (("scale", call.scale), ("sinks", call.sinks)):
+    for name in BY_ROW:
+        tensor = getattr(call, name)
         if tensor is not None and tensor.is_cpu and not bool(torch.isfinite(tensor).all()):
             raise InvalidValueError(f"{name} must be finite, got {tensor}")
 
 
 def _forward(*flat: Any) -> Forward:
-    call, wanted = restore(flat[:-_WANTED]), Wanted(*flat[-_WANTED:])
+    call, wanted = restore(flat[:_FLAT]), Wanted(*flat[_FLAT:])
     require_finite(call)
     plan = backends.plan()
     done = choose_engine(call, wanted, plan).forward(call, wanted, plan)
@@ -82,11 +93,11 @@ def _forward(*flat: Any) -> Forward:
 
 
 def _backward(*flat: Any) -> Backward:
-    call = restore(flat[:-_SLOPES])
-    output, saved, *given = flat[-_SLOPES:]
-    slopes, plan = Slopes(*given), backends.plan()
+    call = restore(flat[:_FLAT])
+    output, saved, *given = flat[_FLAT:]
+    request, plan = GradientRequest(*given), backends.plan()
     done = drop_unsaved(Forward(output, saved=saved, exact=output))
-    gradients = choose_engine(call, slopes, plan).backward(call, slopes, done, plan)
+    gradients = choose_engine(call, request, plan).backward(call, request, done, plan)
     return Backward(*(_nothing(call.query, torch.float64) if x is None else x for x in gradients))
 
 
@@ -99,13 +110,13 @@ def _nothing(like: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _forward_shapes(*flat: Any) -> Forward:
-    call, wanted = restore(flat[:-_WANTED]), Wanted(*flat[-_WANTED:])
+    call, wanted = restore(flat[:_FLAT]), Wanted(*flat[_FLAT:])
     query = call.query
     rows, wide = query.shape[:-1], wide_dtype(query.device)
     return Forward(
         query.new_empty((*rows, call.value.shape[-1])),
-        query.new_empty((11, *rows), dtype=wide) if wanted.statistics else _nothing(query, wide),
-        query.new_empty((2, *rows), dtype=torch.int64) if wanted.statistics else _nothing(query, torch.int64),
+        query.new_empty((len(MEASURES), *rows), dtype=wide) if wanted.statistics else _nothing(query, wide),
+        query.new_empty((len(COUNTS), *rows), dtype=torch.int64) if wanted.statistics else _nothing(query, torch.int64),
         query.new_empty((*rows, call.key.shape[-2])) if wanted.weights else _nothing(query, query.dtype),
         query.new_empty((2, *rows) if wanted.saved and query.is_cpu else 0, dtype=torch.float64),
         query.new_empty((*rows, call.value.shape[-1]) if _has_exact(query, wanted) else 0, dtype=torch.float32),
@@ -113,17 +124,19 @@ def _forward_shapes(*flat: Any) -> Forward:
 
 
 def _backward_shapes(*flat: Any) -> Backward:
-    call, slopes = restore(flat[:-_SLOPES]), Slopes(*flat[-_SLOPES + 2 :])
-    query, mask, has_sinks = call.query, call.mask, call.sinks is not None
-    rows, wide = query.shape[:-1], wide_dtype(query.device)
-    return Backward(
-        query.new_empty(query.shape),
-        query.new_empty(call.key.shape),
-        query.new_empty(call.value.shape),
-        query.new_empty(rows if slopes.scale else 0, dtype=wide if slopes.scale else torch.float64),
-        query.new_empty(rows if has_sinks else 0, dtype=wide if has_sinks else torch.float64),
-        query.new_empty(mask.shape, dtype=mask.dtype) if slopes.mask else _nothing(query, torch.float64),
-    )
+    call, request = restore(flat[:_FLAT]), GradientRequest(*flat[_FLAT + 2 :])
+    query: Tensor = call.query
+    wide = wide_dtype(query.device)
+
+    def make(name: str) -> Tensor:
+        if not request.gives(name, call):
+            return _nothing(query, torch.float64)
+        if name in BY_ROW:
+            return query.new_empty(query.shape[:-1], dtype=wide)
+        like = getattr(call, name)
+        return query.new_empty(like.shape, dtype=like.dtype)
+
+    return Backward(*map(make, Backward._fields))
 
 
 def _to_front(tensor: Any, axis: Any, size: int, rank: int) -> Any:
@@ -137,15 +150,14 @@ def _to_front(tensor: Any, axis: Any, size: int, rank: int) -> Any:
 def _map_call(size: int, in_dims: Any, flat: Any) -> tuple[tuple[Any, ...], int, bool]:
     """A flat call of one rank more, its first axis the mapped one; the rank of the calls within; whether they had no
     heads. One head `[L, D]` is given an axis of heads, so the rank is at least 3."""
-    query, axes = flat[0], in_dims
-    own = query.dim() - (axes[0] is not None)
+    own = flat[0].dim() - (in_dims[0] is not None)
     rank = max(own, 3)
-    # What each tensor's rank must be beside a call of this rank: query, key, value, scale, mask.
-    ranks = (rank, rank, rank, rank - 1, rank)
-    mapped = [_to_front(x, axis, size, own_rank) for x, axis, own_rank in zip(flat, axes, ranks, strict=False)]
-    # One-dimensional sinks are the same for all; the kernel takes no others.
-    sinks = flat[5] if axes[5] is None else _to_front(flat[5], axes[5], size, rank - 2)
-    return (*mapped, sinks, *flat[FLAT_TENSORS - 1 :]), rank, own == 2
+    mapped = []
+    for name, x, axis in zip(ARRAYS, flat, in_dims, strict=False):
+        lacks = FIELDS[name].lacks or 0
+        # What there is one of per head is the same for all; the kernel takes no other sinks.
+        mapped.append(x if lacks == 2 and axis is None else _to_front(x, axis, size, rank - lacks))
+    return (*mapped, *flat[len(ARRAYS) :]), rank, own == 2
 
 
 def _map_by_entry(operator: Any, size: int, in_dims: tuple[Any, ...], flat: tuple[Any, ...]) -> tuple[Any, Any]:
@@ -159,37 +171,35 @@ def _map_by_entry(operator: Any, size: int, in_dims: tuple[Any, ...], flat: tupl
 
 
 def _map_forward(info: Any, in_dims: tuple[Any, ...], *flat: Any) -> tuple[Any, Any]:
-    if restore(flat[:-_WANTED]).dropout:
+    if restore(flat[:_FLAT]).dropout:
         return _map_by_entry(torch.ops.sqrtdk.forward.default, info.batch_size, in_dims, flat)
-    call, _, headless = _map_call(info.batch_size, in_dims[:-_WANTED], flat[:-_WANTED])
-    wanted = Wanted(*flat[-_WANTED:])
-    done = torch.ops.sqrtdk.forward.default(*call, *flat[-_WANTED:])
-    axes = (0, int(wanted.statistics), int(wanted.statistics), 0, int(done[4].dim() > 1), 0)
+    call, _, headless = _map_call(info.batch_size, in_dims[:_FLAT], flat[:_FLAT])
+    done = Forward(*torch.ops.sqrtdk.forward.default(*call, *flat[_FLAT:]))
+    # What is a block of several numbers per row has them in front of the mapped axis.
+    blocks = ("measures", "counts", "saved")
+    axes = tuple(int(name in blocks and x.dim() > 1) for name, x in done._asdict().items())
     return _unmap(done, axes, headless, info.batch_size), axes
 
 
 def _map_backward(info: Any, in_dims: tuple[Any, ...], *flat: Any) -> tuple[Any, Any]:
     size = info.batch_size
-    if restore(flat[:-_SLOPES]).dropout:
+    if restore(flat[:_FLAT]).dropout:
         return _map_by_entry(torch.ops.sqrtdk.backward.default, size, in_dims, flat)
-    call, rank, headless = _map_call(size, in_dims[:-_SLOPES], flat[:-_SLOPES])
-    _, _, grad_output, grad_weights, scale_too, mask_too = flat[-_SLOPES:]
-    axes = in_dims[-_SLOPES:]
-    # What the forward pass saved of each call is not what it would have saved of all: the engine computes it anew.
-    *gradients, to_mask = torch.ops.sqrtdk.backward.default(
-        *call,
-        None,
-        None,
-        _to_front(grad_output, axes[2], size, rank),
-        _to_front(grad_weights, axes[3], size, rank),
-        scale_too,
-        mask_too,
+    call, rank, headless = _map_call(size, in_dims[:_FLAT], flat[:_FLAT])
+    request, axes = GradientRequest(*flat[_FLAT + 2 :]), GradientRequest(*in_dims[_FLAT + 2 :])
+    request = request._replace(
+        output=_to_front(request.output, axes.output, size, rank),
+        weights=_to_front(request.weights, axes.weights, size, rank),
     )
-    own = (0,)
-    if mask_too:
-        mask = flat[4]
-        own = mask.shape if in_dims[4] is None else mask.movedim(in_dims[4], 0).shape[1:]
-    return (*_unmap(gradients, (0,) * 5, headless, size), to_mask.reshape(size, *own)), (0,) * 6
+    # What the forward pass saved of each call is not what it would have saved of all: the engine computes it anew.
+    gradients = Backward(*torch.ops.sqrtdk.backward.default(*call, None, None, *request[:-1]))
+    every = (0,) * len(gradients)
+    result = Backward(*_unmap(gradients, every, headless, size))
+    if request.mask:
+        mask, axis = restore(flat[:_FLAT]).mask, in_dims[ARRAYS.index("mask")]
+        own = mask.shape if axis is None else mask.movedim(axis, 0).shape[1:]
+        result = result._replace(mask=gradients.mask.reshape(size, *own))
+    return tuple(result), every
 
 
 def _unmap(results: Any, axes: tuple[int, ...], headless: bool, size: int) -> tuple[Tensor, ...]:

@@ -6,7 +6,7 @@ import torch
 
 from sqrtdk import backends
 from sqrtdk.backends import Plan
-from sqrtdk.call import Call, Slopes, Wanted
+from sqrtdk.call import Call, GradientRequest, Wanted
 from sqrtdk.engines import Engine, choose
 from sqrtdk.torch.engines.blocks import BLOCKS
 from sqrtdk.torch.engines.tensor_kernel import TENSOR_KERNEL
@@ -19,7 +19,7 @@ _WITHOUT_EITHER = (BLOCKS, WHOLE)
 _NO_PLAN = Plan(None, None, backends.REFERENCE, 1, False)
 
 
-def choose_engine(call: Call, wanted: Wanted | Slopes, plan: Plan) -> Engine:
+def choose_engine(call: Call, wanted: Wanted | GradientRequest, plan: Plan) -> Engine:
     """The engine of a call: the kernel on the CPU, or the reference if it was asked for, else torch itself."""
     if plan.forward is not None:
         return choose(_WITH_KERNEL, call, wanted, plan)
@@ -29,7 +29,7 @@ def choose_engine(call: Call, wanted: Wanted | Slopes, plan: Plan) -> Engine:
     return choose(_WITHOUT_EITHER, call, wanted, plan)
 
 
-def choose_differentiable(call: Call, wanted: Wanted | Slopes) -> tuple[Engine, Plan]:
+def choose_differentiable(call: Call, wanted: Wanted | GradientRequest) -> tuple[Engine, Plan]:
     """The engine whose results torch differentiates, and the plan that it is given.
 
     A tracer gets one that says nothing: making a plan loads the kernel, which cannot be traced.

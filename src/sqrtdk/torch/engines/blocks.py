@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from sqrtdk.backends import Plan
-from sqrtdk.call import Backward, Call, Forward, Slopes, Wanted
+from sqrtdk.call import BY_ROW, Backward, Call, Forward, GradientRequest, Wanted
+from sqrtdk.statistics import COUNTS, MEASURES
 from sqrtdk.torch.softening import (
     Softmax,
     compute_softmax,
@@ -43,7 +44,7 @@ class Blocks:
 
     name = "blocks"
 
-    def takes(self, call: Call, wanted: Wanted | Slopes, plan: Plan) -> str | None:
+    def takes(self, call: Call, wanted: Wanted | GradientRequest, plan: Plan) -> str | None:
         """Everything but derivatives of its gradients: tiles are written in place."""
         return "it writes in place, which has no derivatives" if wanted.derivatives else None
 
@@ -52,7 +53,7 @@ class Blocks:
         with without_autocast(call.query):
             return _attend(call, wanted)
 
-    def backward(self, call: Call, slopes: Slopes, done: Forward, plan: Plan) -> Backward:
+    def backward(self, call: Call, request: GradientRequest, done: Forward, plan: Plan) -> Backward:
         """The gradients, each tile's softmax computed anew: no more is held at once than a tile's logits.
 
         With P the weights (sink in the denominator), dP = drop(grad_output·vᵀ) + grad_weights and δ = Σ P∘dP:
@@ -60,7 +61,7 @@ class Blocks:
         """
         # The gradient mode may be on where a transform calls: the blocks are written in place.
         with without_autocast(call.query), torch.no_grad():
-            return _differentiate(call, slopes)
+            return _differentiate(call, request)
 
 
 BLOCKS = Blocks()
@@ -69,8 +70,8 @@ BLOCKS = Blocks()
 def _attend(call: Call, wanted: Wanted) -> Forward:
     query, rows = call.query, call.rows
     output = query.new_zeros((*rows, call.value.shape[-1]))
-    measures = query.new_zeros((11, *rows), dtype=wide_dtype(query.device)) if wanted.statistics else None
-    counts = query.new_zeros((2, *rows), dtype=torch.int64) if wanted.statistics else None
+    measures = query.new_zeros((len(MEASURES), *rows), dtype=wide_dtype(query.device)) if wanted.statistics else None
+    counts = query.new_zeros((len(COUNTS), *rows), dtype=torch.int64) if wanted.statistics else None
     weights = query.new_zeros((*rows, call.key.shape[-2])) if wanted.weights else None
     for entries in cut_entries(call):
         at, shared = entries.at, entries.shared
@@ -149,33 +150,30 @@ def _is_extreme(factor: float) -> bool:
     return size != 0.0 and not _SMALL <= size <= _LARGE
 
 
-def _differentiate(call: Call, slopes: Slopes) -> Backward:
+def _differentiate(call: Call, request: GradientRequest) -> Backward:
     query, key, value = call.query, call.key, call.value
     sums, rows, wide = working_dtype(query.dtype), call.rows, wide_dtype(query.device)
     to_query = torch.zeros_like(query, memory_format=torch.contiguous_format)
     to_key, to_value = (torch.zeros_like(x, dtype=sums, memory_format=torch.contiguous_format) for x in (key, value))
-    to_scale = query.new_zeros(rows, dtype=wide) if slopes.scale else None
-    to_sinks = query.new_zeros(rows, dtype=wide) if call.sinks is not None else None
-    to_mask = query.new_zeros(call.mask.shape, dtype=sums) if slopes.mask else None
+    by_row = {name: query.new_zeros(rows, dtype=wide) for name in BY_ROW if request.gives(name, call)}
+    to_mask = query.new_zeros(call.mask.shape, dtype=sums) if request.mask else None
     for entries in cut_entries(call):
         at, shared = entries.at, entries.shared
         at_query, at_key, at_value = (as_rank(x[at], 4) for x in (to_query, to_key, to_value))
-        at_scale, at_sinks = (None if x is None else as_rank(x[at], 3) for x in (to_scale, to_sinks))
-        given = as_rank(slopes.output[at], 4)
-        given_weights = None if slopes.weights is None else as_rank(slopes.weights[at], 4)
+        at_rows = {name: as_rank(x[at], 3) for name, x in by_row.items()}
+        given = as_rank(request.output[at], 4)
+        given_weights = None if request.weights is None else as_rank(request.weights[at], 4)
         for tile in cut_tiles(entries):
             n, g, i, j = tile
             h = slice(g.start * shared, g.stop * shared)
             slope = by_group(given[n, h, i], shared)
             also = None if given_weights is None else by_group(given_weights[n, h, i, j], shared)
-            part, grad_logits = _differentiate_tile(entries, tile, slope, also, slopes.scale)
+            part, grad_logits = _differentiate_tile(entries, tile, slope, also, request.scale)
             at_query[n, h, i] = part.query.flatten(1, 2).to(query.dtype)
             at_key[n, g, j] += part.key
             at_value[n, g, j] += part.value
-            if at_scale is not None:
-                at_scale[n, h, i] = part.scale.flatten(1, 2).to(wide)
-            if at_sinks is not None:
-                at_sinks[n, h, i] = part.sinks.flatten(1, 2).to(wide)
+            for name, to in at_rows.items():
+                to[n, h, i] = getattr(part, name).flatten(1, 2).to(wide)
             if to_mask is not None:
                 _add_to_mask(to_mask, grad_logits, call, at, (n, h, i, j))
     dtype = query.dtype
@@ -183,9 +181,8 @@ def _differentiate(call: Call, slopes: Slopes) -> Backward:
         to_query,
         to_key.to(dtype),
         to_value.to(dtype),
-        to_scale,
-        to_sinks,
-        None if to_mask is None else to_mask.to(call.mask.dtype),
+        mask=None if to_mask is None else to_mask.to(call.mask.dtype),
+        **by_row,
     )
 
 

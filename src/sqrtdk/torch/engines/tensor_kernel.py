@@ -14,9 +14,22 @@ from torch import Tensor
 from sqrtdk import backends
 from sqrtdk.arguments import FLOATS
 from sqrtdk.backends import MAX_THREADS, Plan
-from sqrtdk.call import OPEN_ABOVE, OPEN_BELOW, Backward, Call, Forward, Slopes, Wanted
+from sqrtdk.call import (
+    ARRAYS,
+    BY_ROW,
+    FIELDS,
+    OPEN_ABOVE,
+    OPEN_BELOW,
+    TENSORS,
+    Backward,
+    Call,
+    Forward,
+    GradientRequest,
+    Wanted,
+)
 from sqrtdk.engines.describe import describe_blind
-from sqrtdk.engines.kernel import BOOLEAN_MASK, FIRST_FLOAT_MASK, NO_MASK, Problem
+from sqrtdk.engines.kernel import NO_MASK, kind_of_mask, pack
+from sqrtdk.statistics import COUNTS, MEASURES
 from sqrtdk.torch.internals import is_unobserved
 from sqrtdk.torch.openmp import find_team
 
@@ -32,25 +45,30 @@ _empty_like = torch.empty_like
 _empty_array = np.empty
 _IN_ORDER = torch.contiguous_format
 
+# What a plain call has in the place of further arrays and a seed, and of the numbers between factor and band.
+_NO_ARRAYS = (*(None,) * (len(ARRAYS) - 3), 0)
+_NO_NUMBERS = tuple(Call._field_defaults[name] for name in list(FIELDS)[TENSORS + 1 : -2])
+
 
 class TensorKernel:
     """The engine of tensors on the CPU: C++ on as many threads as torch uses."""
 
     name = "kernel"
 
-    def takes(self, call: Call, wanted: Wanted | Slopes, plan: Plan) -> str | None:
+    def takes(self, call: Call, wanted: Wanted | GradientRequest, plan: Plan) -> str | None:
         """Tensors that lie in memory; gradients but those of a mask, and from the output alone."""
         query = call.query
         if not query.is_cpu:
             return f"tensors are on {query.device}"
         if wanted.derivatives:
             return "its operations are not torch's"
-        if type(wanted) is Slopes and (wanted.weights is not None or wanted.mask):
+        if type(wanted) is GradientRequest and (wanted.weights is not None or wanted.mask):
             return "it has no gradient of masks, nor from weights"
         if call.sinks is not None and call.sinks.dim() != 1:
             return "sinks differ within a batch"
         # Zeros that torch keeps nowhere, a storage that was given back.
-        for x in (*call[:6], wanted.output) if type(wanted) is Slopes else call[:6]:
+        arrays = call.arrays
+        for x in (*arrays, wanted.output) if type(wanted) is GradientRequest else arrays:
             if x is not None and not x.data_ptr() and x.numel():
                 return "a tensor has no memory"
         return None
@@ -84,11 +102,11 @@ class TensorKernel:
         done = plan.forward(
             plan.level,
             min(_count_threads(), MAX_THREADS),
+            find_team(),
             *_as_problem(call),
             _view(output),
             None if measures is None else _view(measures),
             None if counts is None else _view(counts),
-            find_team(),
             None if weights is None else _view(weights),
             None if saved is None else _view(saved),
             None if exact is None else _view(exact),
@@ -97,18 +115,15 @@ class TensorKernel:
             return self.forward(_copy_misaligned(call), wanted, plan)
         return Forward(output, measures, counts, weights, saved, exact)
 
-    def backward(self, call: Call, slopes: Slopes, done: Forward, plan: Plan) -> Backward:
+    def backward(self, call: Call, request: GradientRequest, done: Forward, plan: Plan) -> Backward:
         """The gradients, from the forward pass's maxima and sums; without them it is run first."""
-        query, key, value, rows = call.query, call.key, call.value, call.query.shape[:-1]
-        to_scale = query.new_zeros(rows, dtype=torch.float64) if slopes.scale else None
-        to_sinks = None if call.sinks is None else query.new_zeros(rows, dtype=torch.float64)
+        query, key, value = call.query, call.key, call.value
+        by_row = {name: query.new_zeros(call.rows, dtype=torch.float64) for name in BY_ROW if request.gives(name, call)}
         if not (query.numel() and key.numel() and value.numel()):
-            return Backward(
-                query.new_zeros(query.shape), key.new_zeros(key.shape), value.new_zeros(value.shape), to_scale, to_sinks
-            )
+            return Backward(*(x.new_zeros(x.shape) for x in (query, key, value)), **by_row)
         if call.has_far_softcap and query.itemsize < 8:
             wide = self.backward(
-                _widen(call, torch.float64), slopes._replace(output=slopes.output.double()), Forward(None), plan
+                _widen(call, torch.float64), request._replace(output=request.output.double()), Forward(None), plan
             )
             to_query, to_key, to_value = (x.to(query.dtype) for x in (wide.query, wide.key, wide.value))
             return wide._replace(query=to_query, key=to_key, value=to_value)
@@ -116,26 +131,23 @@ class TensorKernel:
         if done.saved is None or exact is None:
             done = self.forward(call, Wanted(saved=True), plan)
             exact = done.output if done.exact is None else done.exact
-        call, output, slope = _as_in_memory(call), exact.contiguous(), slopes.output.resolve_neg()
-        to_query, to_key, to_value = (_empty_like(x, memory_format=_IN_ORDER) for x in (query, key, value))
+        call, output, slope = _as_in_memory(call), exact.contiguous(), request.output.resolve_neg()
+        gradients = [_empty_like(x, memory_format=_IN_ORDER) for x in (query, key, value)]
         assert plan.backward is not None
         if not plan.backward(
             plan.level,
             min(_count_threads(), MAX_THREADS),
+            find_team(),
             *_as_problem(call),
             done.saved if type(done.saved) is np.ndarray else _view(done.saved.contiguous()),
             _view(output),
             _view(slope),
-            _view(to_query),
-            _view(to_key),
-            _view(to_value),
-            None if to_scale is None else _view(to_scale),
-            None if to_sinks is None else _view(to_sinks),
-            find_team(),
+            *map(_view, gradients),
+            *(_view(by_row[name]) if name in by_row else None for name in BY_ROW),
         ):
-            slopes = slopes._replace(output=_align(slopes.output))
-            return self.backward(_copy_misaligned(call), slopes, done, plan)
-        return Backward(to_query, to_key, to_value, to_scale, to_sinks)
+            request = request._replace(output=_align(request.output))
+            return self.backward(_copy_misaligned(call), request, done, plan)
+        return Backward(*gradients, **by_row)
 
     @staticmethod
     def shortcut(
@@ -194,24 +206,20 @@ class TensorKernel:
             if not plan.forward(
                 plan.level,
                 threads if threads < MAX_THREADS else MAX_THREADS,
+                find_team(),
                 _CODES[dtype],
+                NO_MASK,
                 (at_query, item, shape, query.stride()),
                 (at_key, item, others, key.stride()),
                 (at_value, item, others, value.stride()),
+                *_NO_ARRAYS,
                 factor,
-                None,
-                NO_MASK,
-                None,
+                *_NO_NUMBERS,
                 OPEN_BELOW,
                 last,
-                0.0,
-                None,
-                0.0,
-                0,
                 (output.data_ptr(), item, shape, output.stride()),
                 None if measures is None else _view(measures),
                 None if counts is None else _view(counts),
-                find_team(),
                 None,
                 saved,
             ):
@@ -228,30 +236,16 @@ TENSOR_KERNEL = TensorKernel()
 
 def _make_statistics(query: Tensor, rows: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Measures and counts beside the query, whatever the default device is."""
-    return query.new_empty((11, *rows), dtype=torch.float64), query.new_empty((2, *rows), dtype=torch.int64)
+    measures = query.new_empty((len(MEASURES), *rows), dtype=torch.float64)
+    return measures, query.new_empty((len(COUNTS), *rows), dtype=torch.int64)
 
 
-def _as_problem(call: Call) -> Problem:
-    mask, band = call.mask, call.band
-    mask_kind = NO_MASK
+def _as_problem(call: Call) -> tuple[Any, ...]:
+    mask, mask_kind = call.mask, NO_MASK
     if mask is not None:
-        mask_kind = BOOLEAN_MASK if mask.dtype == torch.bool else FIRST_FLOAT_MASK + _CODES[mask.dtype]
-    return Problem(
-        _CODES[call.query.dtype],
-        _view(call.query),
-        _view(call.key),
-        _view(call.value),
-        call.factor,
-        None if call.scale is None else _view(call.scale),
-        mask_kind,
-        None if mask is None else _view(mask),
-        band.first,
-        band.last,
-        call.softcap,
-        None if call.sinks is None else _view(call.sinks),
-        call.dropout,
-        0 if call.seed is None else int(call.seed),
-    )
+        mask_kind = kind_of_mask(None if mask.dtype == torch.bool else _CODES[mask.dtype])
+    views = tuple(None if x is None else _view(x) for x in call.arrays)
+    return pack(call, _CODES[call.query.dtype], mask_kind, views)
 
 
 def _view(tensor: Tensor) -> _View:
@@ -259,21 +253,18 @@ def _view(tensor: Tensor) -> _View:
 
 
 def _as_in_memory(call: Call) -> Call:
-    """The call with every tensor as the kernel reads it: scale and sinks in float64, signs as they are written.
+    """The call with every tensor as the kernel reads it: those of rows and heads in float64, signs as they are written.
 
     The imaginary part of a conjugate has the other sign in memory.
     """
-    query, key, value, scale, mask, sinks = call[:6]
-    if scale is None and mask is None and sinks is None and not (query.is_neg() or key.is_neg() or value.is_neg()):
+    query, key, value, *others = call.arrays
+    if all(x is None for x in others) and not (query.is_neg() or key.is_neg() or value.is_neg()):
         return call
-    return call._replace(
-        query=query.resolve_neg(),
-        key=key.resolve_neg(),
-        value=value.resolve_neg(),
-        scale=None if scale is None else scale.double().resolve_neg(),
-        mask=None if mask is None else mask.resolve_neg(),
-        sinks=None if sinks is None else sinks.double().resolve_neg().contiguous(),
-    )
+    changes = {}
+    for name, x in zip(ARRAYS, call.arrays, strict=True):
+        if x is not None:
+            changes[name] = (x.double().contiguous() if name in BY_ROW else x).resolve_neg()
+    return call._replace(**changes)
 
 
 def _widen(call: Call, dtype: torch.dtype) -> Call:
@@ -283,7 +274,7 @@ def _widen(call: Call, dtype: torch.dtype) -> Call:
 
 def _copy_misaligned(call: Call) -> Call:
     """The call with every tensor copied whose elements do not lie at a multiple of their size."""
-    return call._replace(**dict(zip(Call._fields[:5], map(_align, call[:5]), strict=True)))
+    return call._replace(**{name: _align(getattr(call, name)) for name in ARRAYS})
 
 
 def _align(tensor: Any) -> Any:

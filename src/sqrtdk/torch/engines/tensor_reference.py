@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sqrtdk.backends import Plan
-from sqrtdk.call import Backward, Call, Forward, Slopes, Wanted
+from sqrtdk.call import ARRAYS, BY_ROW, Backward, Call, Forward, GradientRequest, Wanted
 from sqrtdk.engines.reference import REFERENCE
 
 
@@ -17,7 +17,7 @@ class TensorReference:
 
     name = REFERENCE.name
 
-    def takes(self, call: Call, wanted: Wanted | Slopes, plan: Plan) -> str | None:
+    def takes(self, call: Call, wanted: Wanted | GradientRequest, plan: Plan) -> str | None:
         """What the reference takes, on the CPU."""
         if not call.query.is_cpu:
             return f"tensors are on {call.query.device}"
@@ -33,12 +33,16 @@ class TensorReference:
         assert output is not None
         return Forward(output.to(dtype), measures, counts, None if weights is None else weights.to(dtype))
 
-    def backward(self, call: Call, slopes: Slopes, done: Forward, plan: Plan) -> Backward:
+    def backward(self, call: Call, request: GradientRequest, done: Forward, plan: Plan) -> Backward:
         """The gradients of the float64 pass, rounded once."""
-        given = slopes._replace(output=_as_array(slopes.output), weights=_as_array(slopes.weights))
+        given = request._replace(output=_as_array(request.output), weights=_as_array(request.weights))
         gradients = REFERENCE.backward(_as_arrays(call), given, done, plan)
-        like = (call.query, call.key, call.value, None, None, call.mask)
-        return Backward(*(_as_tensor(x, dtype) for x, dtype in zip(gradients, like, strict=True)))
+        return Backward(
+            **{
+                name: _as_tensor(x, None if name in BY_ROW else getattr(call, name))
+                for name, x in gradients._asdict().items()
+            }
+        )
 
 
 TENSOR_REFERENCE = TensorReference()
@@ -46,8 +50,7 @@ TENSOR_REFERENCE = TensorReference()
 
 def _as_arrays(call: Call) -> Call:
     """The call as arrays that share the tensors' memory, as far as NumPy has their dtype."""
-    tensors = dict(zip(Call._fields[:6], map(_as_array, call[:6]), strict=True))
-    return call._replace(**tensors)
+    return call._replace(**{name: _as_array(getattr(call, name)) for name in ARRAYS})
 
 
 def _as_array(tensor: Tensor | None) -> Any:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from sqrtdk.backends import Plan
-from sqrtdk.call import Backward, Call, Forward, Slopes, Wanted
+from sqrtdk.call import BY_ROW, Backward, Call, Forward, GradientRequest, Wanted
+from sqrtdk.statistics import COUNTS, MEASURES
 from sqrtdk.torch.internals import without_derivatives
 from sqrtdk.torch.softening import (
     Softmax,
@@ -29,7 +30,7 @@ class Whole:
 
     name = "whole"
 
-    def takes(self, call: Call, wanted: Wanted | Slopes, plan: Plan) -> str | None:
+    def takes(self, call: Call, wanted: Wanted | GradientRequest, plan: Plan) -> str | None:
         """Everything."""
         return None
 
@@ -56,18 +57,17 @@ class Whole:
             _restore(weights, (*rows, keys), call) if wanted.weights else None,
         )
 
-    def backward(self, call: Call, slopes: Slopes, done: Forward, plan: Plan) -> Backward:
+    def backward(self, call: Call, request: GradientRequest, done: Forward, plan: Plan) -> Backward:
         """The gradients, by operations that can be differentiated in their turn."""
         query, key, value, mask, rows = call.query, call.key, call.value, call.mask, call.rows
-        has_sinks = call.sinks is not None
+        given = [name for name in BY_ROW if request.gives(name, call)]
         if not query.numel():
             return Backward(
                 torch.zeros_like(query),
                 torch.zeros_like(key),
                 torch.zeros_like(value),
-                query.new_zeros(rows) if slopes.scale else None,
-                query.new_zeros(rows) if has_sinks else None,
-                torch.zeros_like(mask) if slopes.mask else None,
+                mask=torch.zeros_like(mask) if request.mask else None,
+                **{name: query.new_zeros(rows) for name in given},
             )
         with without_autocast(query):
             block, poison, _ = _cut_whole(call)
@@ -77,19 +77,18 @@ class Whole:
             def as_block(x: Tensor) -> Tensor:
                 return by_group(as_rank(x, 4).flatten(0, -4).to(block.q.dtype), call.shared)
 
-            also = None if slopes.weights is None else as_block(slopes.weights)
-            part, grad_logits = differentiate_block(block, soft, as_block(slopes.output), also, slopes.scale)
+            also = None if request.weights is None else as_block(request.weights)
+            part, grad_logits = differentiate_block(block, soft, as_block(request.output), also, request.scale)
         to_mask = None
-        if slopes.mask:
+        if request.mask:
             whole = grad_logits.flatten(1, 2).reshape(call.logits_shape)
             to_mask = whole.sum_to_size(mask.shape).to(mask.dtype)
         return Backward(
             _restore(part.query, query.shape, call),
             part.key.reshape(key.shape).to(key.dtype),
             part.value.reshape(value.shape).to(value.dtype),
-            part.scale.reshape(rows) if slopes.scale else None,
-            part.sinks.reshape(rows) if has_sinks else None,
-            to_mask,
+            mask=to_mask,
+            **{name: getattr(part, name).reshape(rows) for name in given},
         )
 
 
@@ -101,8 +100,8 @@ def _nothing(call: Call, wanted: Wanted) -> Forward:
     query, rows, wide = call.query, call.rows, wide_dtype(call.query.device)
     return Forward(
         query.new_zeros((*rows, call.value.shape[-1])),
-        query.new_zeros((11, *rows), dtype=wide) if wanted.statistics else None,
-        query.new_zeros((2, *rows), dtype=torch.int64) if wanted.statistics else None,
+        query.new_zeros((len(MEASURES), *rows), dtype=wide) if wanted.statistics else None,
+        query.new_zeros((len(COUNTS), *rows), dtype=torch.int64) if wanted.statistics else None,
         query.new_zeros((*rows, call.key.shape[-2])) if wanted.weights else None,
     )
 
@@ -111,8 +110,9 @@ def _describe(call: Call, block: Block, soft: Softmax, poison: Tensor) -> tuple[
     """Counts and numbers of every row; a row that sees NaN or infinity has them as NaN."""
     with without_derivatives():
         fields = describe_block(block, soft, 0)
-        counts = torch.stack([x.flatten(1, 2).reshape(call.rows) for x in fields[:2]])
-        measures = torch.stack([(x * poison[..., 0]).flatten(1, 2).reshape(call.rows) for x in fields[2:]])
+        integers, numbers = fields[: len(COUNTS)], fields[len(COUNTS) :]
+        counts = torch.stack([x.flatten(1, 2).reshape(call.rows) for x in integers])
+        measures = torch.stack([(x * poison[..., 0]).flatten(1, 2).reshape(call.rows) for x in numbers])
     return counts, measures
 
 
