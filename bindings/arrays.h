@@ -98,7 +98,7 @@ class View {
 };
 
 // Strides of the strided arrays along one leading axis, or along several that lie evenly in all of them.
-constexpr int strided_arrays = 6;  // q, k, v, scale, mask, grad_output
+constexpr int strided_arrays = 7;  // q, k, v, scale, mask, grad_output, alibi
 struct BatchAxis {
     int64_t size;
     int64_t strides[strided_arrays];
@@ -106,7 +106,7 @@ struct BatchAxis {
 
 // The leading axes with those of size 1 dropped and neighbours joined where every array allows it; outermost first.
 inline int join_batch_axes(const View* const (&arrays)[strided_arrays], int count, BatchAxis* joined) {
-    const int inner_axes[strided_arrays] = {3, 3, 3, 2, 3, 3};
+    const int inner_axes[strided_arrays] = {3, 3, 3, 2, 3, 3, 2};
     int kept = 0;
     for (int axis = count; axis >= 1; --axis) {
         BatchAxis next = {arrays[0]->size(inner_axes[0] + axis), {}};
@@ -171,6 +171,7 @@ class Inputs {
           scale_(given.scale),
           mask_(given.mask),
           sinks_(given.sinks),
+          alibi_(given.alibi),
           factor_(given.factor) {
         problem.dtype = sqrtdk::Dtype(given.dtype);
         heads_ = q_.size(3);
@@ -194,6 +195,8 @@ class Inputs {
                         mask_.stride(1)};
         problem.first = given.first;
         problem.last = given.last;
+        problem.alibi = per_row(alibi_);
+        problem.offset = given.offset;
         problem.softcap = given.softcap;
         problem.sinks = static_cast<const double*>(sinks_.data());
         problem.dropout.probability = given.dropout;
@@ -201,7 +204,7 @@ class Inputs {
         problem.threads = given.threads;
         problem.team = reinterpret_cast<sqrtdk::Team>(given.team);
 
-        const View* const arrays[strided_arrays] = {&q_, &k_, &v_, &scale_, &mask_, grad_output};
+        const View* const arrays[strided_arrays] = {&q_, &k_, &v_, &scale_, &mask_, grad_output, &alibi_};
         const int leading = q_.axes() > 3 ? q_.axes() - 3 : 0;
         outer_ = join_batch_axes(arrays, leading, axes_);
         // The innermost joined axis goes through the kernel in one call; what lies unevenly outside of it is a loop.
@@ -213,6 +216,7 @@ class Inputs {
         problem.scale.n = inner.strides[3];
         problem.mask.n = inner.strides[4];
         grad_output_n = inner.strides[5];
+        problem.alibi.n = inner.strides[6];
         for (int axis = 0; axis < outer_; ++axis) {
             rounds *= axes_[axis].size;
         }
@@ -221,7 +225,8 @@ class Inputs {
     }
 
     bool are_aligned() const {
-        return q_.is_aligned() && k_.is_aligned() && v_.is_aligned() && scale_.is_aligned() && mask_.is_aligned();
+        return q_.is_aligned() && k_.is_aligned() && v_.is_aligned() && scale_.is_aligned() && mask_.is_aligned() &&
+               alibi_.is_aligned();
     }
 
     sqrtdk::Query query(const View& array) const {
@@ -252,6 +257,7 @@ class Inputs {
         part.v.data = moved_bytes(problem.v.data, at[2] * item);
         part.scale.data = moved(problem.scale.data, at[3]);
         part.mask.data = moved_bytes(problem.mask.data, at[4] * bytes_of(problem.mask.kind));
+        part.alibi.data = moved(problem.alibi.data, at[6]);
         return at[5];
     }
 
@@ -262,7 +268,7 @@ class Inputs {
     int64_t grad_output_n;
 
   private:
-    const View q_, k_, v_, scale_, mask_, sinks_;
+    const View q_, k_, v_, scale_, mask_, sinks_, alibi_;
     double factor_;
     int64_t heads_;
     BatchAxis axes_[max_axes];

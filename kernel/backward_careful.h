@@ -64,7 +64,7 @@ bool differentiate_carefully(const Backward& call, int64_t n, int64_t g, int64_t
         ++count;
     }
     const RowDropout dropout(call.dropout, at);
-    double sum = 0, delta = 0, grad_scale = 0, sink_weight = 0;
+    double sum = 0, delta = 0, grad_scale = 0, grad_alibi = 0, sink_weight = 0;
     for (int64_t i = 0; i < count && !poisoned; ++i) {
         weights[i] = std::exp(weights[i] - top);
         sum += weights[i];
@@ -90,7 +90,8 @@ bool differentiate_carefully(const Backward& call, int64_t n, int64_t g, int64_t
             continue;
         }
         const double kept = dropout.apply(weights[i], j);
-        const double grad_score = weights[i] * (grad_weights[i] - delta) * slopes[i];
+        const double grad_logit = weights[i] * (grad_weights[i] - delta), grad_score = grad_logit * slopes[i];
+        grad_alibi += grad_logit * bias.distance(j);
         grad_scale += grad_score * products[i];
         for (int64_t d = 0; d < call.d_k; ++d)
             grad_query[d] += scale * grad_score * double(widen(k[j * call.k.s + d * call.k.d]));
@@ -103,6 +104,7 @@ bool differentiate_carefully(const Backward& call, int64_t n, int64_t g, int64_t
     In* to = static_cast<In*>(call.gradients.query) + at * call.d_k;
     for (int64_t d = 0; d < call.d_k; ++d) to[d] = narrow(Out(grad_query[d]), In());
     if (call.gradients.scale != nullptr) call.gradients.scale[at] = poisoned ? NAN : grad_scale;
+    if (call.gradients.alibi != nullptr) call.gradients.alibi[at] = poisoned ? NAN : grad_alibi;
     if (call.gradients.sinks != nullptr)
         call.gradients.sinks[at] = sink == nullptr ? 0.0 : poisoned ? NAN : -sink_weight * delta;
     std::free(products);

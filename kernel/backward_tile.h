@@ -49,6 +49,7 @@ struct BackwardTile {
     alignas(64) T delta[W];    // <gradient of the output, output>
     alignas(64) T given[W];    // what the row's weights add up to, by the forward pass: 1, or what a sink leaves of it,
     alignas(64) T taken[W];    // and in this pass; of few rows alone
+    alignas(64) double to_alibi[W];  // sums of gradients of logits times distances
     int64_t n, g, first_row;
     int rows;
     bool fresh;           // grad_queries holds nothing yet
@@ -85,6 +86,7 @@ struct BackwardTile {
         rows = count;
         lone = odd = 0;
         clear(taken, W);
+        clear(to_alibi, W);
         place.place(call, n, g, first_row, rows);
         fresh = true;
         const Working<In>* output = static_cast<const Working<In>*>(call.output) + output_row(call) * call.d_v;
@@ -139,7 +141,7 @@ struct BackwardTile {
         if (drops) drop_out(slopes, block.begin, span);
         for (int c = 0; c < panel; ++c) {
             const int64_t from = span.from[c], keys = span.to[c] - from, at = from * W + c * S::lanes;
-            bad |= differentiate_vector(call, c, from, span.to[c], partial, weights, slopes);
+            bad |= differentiate_vector(call, block.begin, c, from, span.to[c], partial, weights, slopes);
             if (has_few_rows(call)) add_weights(weights + at, keys, taken + c * S::lanes);
         }
         if (drops) drop_out(weights, block.begin, span);
@@ -193,6 +195,13 @@ struct BackwardTile {
             }
         }
         if (call.gradients.scale != nullptr) write_scales(call);
+        for (int i = 0; call.gradients.alibi != nullptr && i < rows; ++i) {
+            if (odd >> i & 1) continue;
+            call.gradients.alibi[output_row(call) + i] = to_alibi[i];
+            if (std::isfinite(to_alibi[i])) continue;
+            odd |= 1ull << i;
+            odd_from[i] = call.keys;
+        }
     }
 
     // Whether the weights of each row added up to what they were in the forward pass. Few rows had their maximum there
@@ -411,17 +420,21 @@ struct BackwardTile {
         }
     }
 
-    uint64_t differentiate_vector(const Backward& call, int c, int64_t from, int64_t to, bool partial, T* weights,
-                                  T* slopes) {
+    uint64_t differentiate_vector(const Backward& call, int64_t begin, int c, int64_t from, int64_t to, bool partial,
+                                  T* weights, T* slopes) {
         const int at = c * S::lanes;
         const bool adjusted = is_adjusted(call);
         const T* bias = has_bias(call) ? place.sight.bias + from * W + at : nullptr;
+        alignas(64) T distances[S::lanes], sums[S::lanes];
+        const bool slopes_too = call.gradients.alibi != nullptr;
+        for (int i = 0; slopes_too && i < S::lanes; ++i) distances[i] = T(begin + from - place.sight.position[at + i]);
         auto step = partial    ? adjusted ? differentiate<T, W, true, true> : differentiate<T, W, true, false>
                     : adjusted ? differentiate<T, W, false, true>
                                : differentiate<T, W, false, false>;
-        return step(weights + from * W + at, slopes + from * W + at, to - from, place.sight.words + from, at, bias,
-                    call.softcap, top, inverse, delta)
-               << at;
+        const uint64_t bad = step(weights + from * W + at, slopes + from * W + at, to - from, place.sight.words + from,
+                                  at, bias, call.softcap, top, inverse, delta, slopes_too ? distances : nullptr, sums);
+        for (int i = 0; slopes_too && i < S::lanes; ++i) to_alibi[at + i] += double(sums[i]);
+        return bad << at;
     }
 
     bool write_row(const Backward& call, int i, int64_t r, int64_t l) {

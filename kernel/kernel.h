@@ -21,7 +21,7 @@ struct KeyValue {  // [N, G, S, D or V]
     const void* data;
     int64_t n, g, s, d;
 };
-struct Scale {  // float64 [N, G, R, L]
+struct Scale {  // float64 [N, G, R, L]; without data: none
     const double* data;
     int64_t n, g, r, l;
 };
@@ -51,8 +51,9 @@ struct Mask {  // [N, G, R, L, S]; boolean is one byte, 0 hides; float is added 
     X(array, scale)           \
     X(array, mask)            \
     X(array, sinks)           \
+    X(array, alibi)           \
     X(integer, seed)          \
-    X(number, factor) X(number, softcap) X(number, dropout) X(integer, first) X(integer, last)
+    X(number, factor) X(number, softcap) X(number, dropout) X(integer, first) X(integer, last) X(integer, offset)
 
 // Row statistics, contiguous [N, G, R, L]; all null when none are wanted.
 struct Statistics {
@@ -89,6 +90,9 @@ struct Problem {
     int64_t first, last;
     double softcap;       // 0: none
     const double* sinks;  // [G * R], or null
+    // ALiBi: slopes, and where the first query stands among the keys. slope * (j - i - offset) is added to the logits.
+    Scale alibi = {};
+    int64_t offset = 0;
     Dropout dropout;
     int threads;          // at least 1; the result does not depend on it
     Team team = nullptr;  // null: the kernel's own threads
@@ -116,7 +120,8 @@ struct Forward : Problem {
 // The gradients that are given per row [N, G, R, L], in the order in which they cross:
 // scale   <q, sum over keys of dscore * k>, defined at scale 0 too
 // sinks   -p_sink * <grad_output, output>
-#define SQRTDK_ROW_GRADIENTS(X) X(scale) X(sinks)
+// alibi   sum over keys of dlogit * (j - i - offset)
+#define SQRTDK_ROW_GRADIENTS(X) X(scale) X(sinks) X(alibi)
 
 // What backward() writes; query, key and value contiguous and of the call's dtype, those per row contiguous or null.
 struct Gradients {

@@ -158,14 +158,17 @@ struct Tile {
 
     // Where each row stands: its range of keys and its row of the mask. Rows that are not there repeat the last one.
     void place(const Problem& call, int64_t n, int64_t g, int64_t first_row, int rows) {
-        const Mask& mask = call.mask;
         sight.rows = rows;
+        sight.sloped = call.alibi.data != nullptr;
         sight.one_mask = true;
         RowCursor at(call, first_row);
         for (int i = 0; i < W; ++i, at.step(i < rows)) {
             const int64_t r = at.r, l = at.l;
             key_range(l, call.first, call.last, call.keys, &sight.lo[i], &sight.hi[i]);
-            sight.mask_row[i] = n * mask.n + g * mask.g + r * mask.r + l * mask.l;
+            const RowBias bias(call, n, g, r, l);
+            sight.mask_row[i] = bias.at;
+            sight.slope[i] = bias.slope;
+            sight.position[i] = bias.position;
             sight.one_mask = sight.one_mask && sight.mask_row[i] == sight.mask_row[0];
         }
         sight.settle();

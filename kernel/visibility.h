@@ -32,19 +32,25 @@ inline void key_range(int64_t position, int64_t first, int64_t last, int64_t key
 }
 
 // Whether something is added to the scores, and whether the logits are other numbers than the scores.
-inline bool has_bias(const Problem& call) { return call.mask.kind > MaskKind::boolean; }
+inline bool has_bias(const Problem& call) { return call.mask.kind > MaskKind::boolean || call.alibi.data != nullptr; }
 inline bool is_adjusted(const Problem& call) { return call.softcap > 0 || has_bias(call); }
 
 // What one row's keys are hidden by and what is added to their scores, in float64.
 struct RowBias {
     const Mask& mask;
     int64_t at;
+    double slope;
+    int64_t position;  // of the row among the keys
 
     RowBias(const Problem& call, int64_t n, int64_t g, int64_t r, int64_t l)
-        : mask(call.mask), at(n * mask.n + g * mask.g + r * mask.r + l * mask.l) {}
+        : mask(call.mask), at(n * mask.n + g * mask.g + r * mask.r + l * mask.l), slope(0), position(l + call.offset) {
+        const Scale& s = call.alibi;
+        if (s.data != nullptr) slope = s.data[n * s.n + g * s.g + r * s.r + l * s.l];
+    }
 
     bool hides(int64_t key) const { return read_mask(mask, at + key * mask.s) == -INFINITY; }
-    double of(int64_t key) const { return read_mask(mask, at + key * mask.s); }
+    double of(int64_t key) const { return read_mask(mask, at + key * mask.s) + slope * distance(key); }
+    double distance(int64_t key) const { return double(key - position); }
 };
 
 // Adds a row's bias to the scores of the keys [begin, begin + count) that it sees.
@@ -85,10 +91,14 @@ struct Visibility {
     int rows;              // rows of the tile that exist
     int64_t lo[W], hi[W];  // range of visible keys of each row, before the mask
     int64_t mask_row[W];   // where each row of the mask begins, in elements
+    bool sloped;           // rows have slopes of ALiBi,
+    double slope[W];       // these,
+    int64_t position[W];   // and stand here among the keys
     bool one_mask;         // all rows have the same row of the mask
     int64_t most_lo, least_hi;
     uint64_t words[key_block];
-    T bias[key_block * W];  // additive mask, turned: [key][row]
+    // Aligned: GCC 12 takes it for that where a loop over rows is the outer one.
+    alignas(64) T bias[key_block * W];  // additive mask and ALiBi, turned: [key][row]
 
     // To be called when every row has its range.
     void settle() {
@@ -118,7 +128,10 @@ struct Visibility {
     Sight look(const Mask& mask, int64_t begin, int64_t end) {
         const int64_t count = end - begin;
         const bool all = is_whole(begin, end);
-        if (all && mask.kind == MaskKind::none) return Sight::everything;
+        if (all && mask.kind == MaskKind::none) {
+            if (sloped) add_slopes(begin, count, false);
+            return Sight::everything;
+        }
         bool none = true;
         for (int i = 0; i < W; ++i) none = none && (lo[i] > hi[i] || lo[i] >= end || hi[i] < begin);
         if (none) return Sight::nothing;
@@ -132,6 +145,7 @@ struct Visibility {
         } else if (mask.kind != MaskKind::none) {
             turn_bias(mask, begin, count);
         }
+        if (sloped) add_slopes(begin, count, mask.kind > MaskKind::boolean);
         uint64_t any = 0, every = every_row;
         for (int64_t j = 0; j < count; ++j) {
             any |= words[j];
@@ -172,6 +186,15 @@ struct Visibility {
                 bits[i] = read_booleans(data + mask_row[i] + (begin + from) * mask.s, mask.s, some);
             transpose_bits(bits);
             for (int64_t j = 0; j < some; ++j) words[from + j] &= bits[j];
+        }
+    }
+
+    void add_slopes(int64_t begin, int64_t count, bool more) {
+        alignas(64) double first[W];
+        for (int i = 0; i < W; ++i) first[i] = double(begin - position[i]);
+        for (int64_t j = 0; j < count; ++j) {
+            T* to = bias + j * W;
+            for (int i = 0; i < W; ++i) to[i] = T(slope[i] * (first[i] + double(j))) + (more ? to[i] : T(0));
         }
     }
 

@@ -108,7 +108,7 @@ def test_the_version_costs_nothing_until_it_is_asked_for():
 
 
 def test_signatures_are_those_of_the_design():
-    features = ["scale", "mask", "causal", "causal_offset", "window", "softcap", "sinks"]
+    features = ["scale", "mask", "causal", "causal_offset", "window", "softcap", "sinks", "alibi"]
     forward = inspect.signature(sqrtdk.attention).parameters
     assert list(forward) == ["q", "k", "v", *features, "statistics", "weights"]
     assert all(forward[name].kind is inspect.Parameter.KEYWORD_ONLY for name in list(forward)[3:])
@@ -118,7 +118,7 @@ def test_signatures_are_those_of_the_design():
     backward = inspect.signature(sqrtdk.attention_gradients).parameters
     assert list(backward) == ["q", "k", "v", "grad_output", *features]
     assert sqrtdk.Attention._fields == ("output", "statistics", "weights")
-    assert sqrtdk.Gradients._fields == ("query", "key", "value", "scale", "sinks")
+    assert sqrtdk.Gradients._fields == ("query", "key", "value", "scale", "sinks", "alibi")
     assert list(inspect.signature(sqrtdk.softmax).parameters) == ["x", "axis"]
 
 

@@ -34,6 +34,7 @@ def validate(
     window: Window | None,
     softcap: float | None,
     sinks: npt.ArrayLike | None,
+    alibi: npt.ArrayLike | None,
 ) -> Call:
     """Check every argument of `sqrtdk.attention`; wrong ones raise, none is modified.
 
@@ -44,9 +45,9 @@ def validate(
     heads = validate_shapes(shape, key.shape, value.shape)
     keys = key.shape[-2]
     band = ALIGNED if shape[-2] == keys else OPEN
-    if causal is not False or window is not None or causal_offset is not None:
+    if causal is not False or window is not None or causal_offset is not None or alibi is not None:
         asks = isinstance(scale, str | Policy)
-        band = validate_band(causal, causal_offset, window, shape[-2], keys, asks)
+        band = validate_band(causal, causal_offset, window, shape[-2], keys, asks, alibi is not None)
     if mask is not None:
         mask = _validate_mask(mask, (*shape[:-3], heads, shape[-2], keys))
     policy, array, factor = None, None, 0.0
@@ -61,6 +62,7 @@ def validate(
         array,
         mask,
         None if sinks is None else _validate_sinks(sinks, heads),
+        None if alibi is None else _validate_alibi(alibi, shape),
         None,
         factor,
         0.0 if softcap is None else validate_softcap(softcap),
@@ -184,19 +186,26 @@ def _explain_shapes(
 
 
 def validate_band(
-    causal: bool, causal_offset: int | None, window: Window | None, queries: int, keys: int, scale_asks: bool
+    causal: bool,
+    causal_offset: int | None,
+    window: Window | None,
+    queries: int,
+    keys: int,
+    scale_asks: bool,
+    has_alibi: bool,
 ) -> Band:
-    """The visible range of a call that is causal, has a window or an offset.
+    """The visible range of a call that is causal, has a window, an offset or slopes.
 
     `scale_asks` if the scale may ask for positions, which an offset then moves without hiding a key.
     """
     causal = require_flag("causal", causal)
-    if causal_offset is not None and not (causal or window is not None or scale_asks):
+    if causal_offset is not None and not (causal or window is not None or scale_asks or has_alibi):
         raise InvalidValueError(
-            "causal_offset must come with causal=True, a window or a policy that asks for positions, "
+            "causal_offset must come with causal=True, a window, alibi or a policy that asks for positions, "
             f"got causal_offset={causal_offset!r} alone, which would hide nothing"
         )
-    offset = _validate_offset(causal, causal_offset, window, queries, keys)
+    needs_offset = causal or window is not None or has_alibi
+    offset = _validate_offset(causal_offset, needs_offset, queries, keys)
     left, right = (None, None) if window is None else _validate_window(window)
     # Python's integers have no limit: they are added up first, and bounded once.
     first = OPEN_BELOW if left is None else _bound(offset - left)
@@ -216,9 +225,9 @@ def require_flag(name: str, value: bool) -> bool:
     return bool(value)
 
 
-def _validate_offset(causal: bool, causal_offset: int | None, window: Window | None, queries: int, keys: int) -> int:
+def _validate_offset(causal_offset: int | None, is_needed: bool, queries: int, keys: int) -> int:
     if causal_offset is None:
-        if queries != keys and (causal or window is not None):
+        if queries != keys and is_needed:
             raise InvalidValueError(
                 f"causal_offset must be given with {queries} queries and {keys} keys: "
                 f"{keys - queries} aligns the ends, 0 the starts"
@@ -323,6 +332,24 @@ def _validate_sinks(sinks: npt.ArrayLike, heads: int) -> Array:
     wide = array.astype(np.float64)
     if not np.isfinite(wide).all():
         raise InvalidValueError(f"sinks must be finite, got {sinks!r}")
+    return wide
+
+
+def require_alibi_shape(shape: tuple[int, ...], query: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape in which slopes `[..., H]` broadcast to `[..., H, L]`; others are refused."""
+    heads = tuple(query[:-2]) or (1,)
+    if not broadcasts(shape, heads):
+        raise InvalidValueError(f"alibi must broadcast to [..., H] = {heads}, got {tuple(shape)}")
+    return (1,) if len(query) == 2 else (*shape, 1)
+
+
+def _validate_alibi(alibi: npt.ArrayLike, query: tuple[int, ...]) -> Array:
+    array = _as_array("alibi", alibi)
+    if array.dtype not in _CODES and not _learn(array.dtype):
+        raise InvalidTypeError(f"alibi must be floating, one slope per query head, got {array.dtype}")
+    wide = array.astype(np.float64).reshape(require_alibi_shape(array.shape, query))
+    if not np.isfinite(wide).all():
+        raise InvalidValueError(f"alibi must be finite, got {alibi!r}")
     return wide
 
 

@@ -13,7 +13,7 @@ from sqrtdk.call import Call, Forward, GradientRequest, Wanted
 from sqrtdk.display import Table, describe_array
 from sqrtdk.engines import Engine, choose
 from sqrtdk.engines.kernel import KERNEL
-from sqrtdk.engines.reference import REFERENCE
+from sqrtdk.engines.reference import REFERENCE, sum_to
 from sqrtdk.errors import InvalidTypeError, InvalidValueError
 from sqrtdk.statistics import AttentionStatistics
 
@@ -56,13 +56,14 @@ class Attention(_Triple):
 
 class Gradients(NamedTuple):
     """What `attention_gradients` returns: gradients shaped as q, k and v, of the scale per row `[..., H, L]`,
-    and of the sinks `[H]` (None without sinks)."""
+    of the sinks `[H]` and of the slopes of ALiBi in their shape (None without them)."""
 
     query: Array
     key: Array
     value: Array
     scale: Array
     sinks: Array | None
+    alibi: Array | None = None
 
     def __repr__(self) -> str:
         return self._table().as_text()
@@ -72,7 +73,7 @@ class Gradients(NamedTuple):
 
     def _table(self) -> Table:
         parts = [(name, "none" if part is None else describe_array(part)) for name, part in self._asdict().items()]
-        return Table("Gradients(query, key, value, scale, sinks)", ("", ""), parts, left=2)
+        return Table(f"Gradients({', '.join(self._fields)})", ("", ""), parts, left=2)
 
 
 def attention(
@@ -87,10 +88,11 @@ def attention(
     window: Window | None = None,
     softcap: float | None = None,
     sinks: npt.ArrayLike | None = None,
+    alibi: npt.ArrayLike | None = None,
     statistics: bool = True,
     weights: bool = False,
 ) -> Attention:
-    """softmax(cap(scale·q·kᵀ) + mask)·v, with statistics of every row from the same pass.
+    """softmax(cap(scale·q·kᵀ) + mask + alibi)·v, with statistics of every row from the same pass.
 
     Args:
         q: queries `[..., H, L, D]`, or `[L, D]` for one head; float16, bfloat16, float32 or float64.
@@ -106,6 +108,8 @@ def attention(
             None leaves a side open.
         softcap: logits become softcap·tanh(scores/softcap).
         sinks: one extra logit per query head `[H]` in the denominator.
+        alibi: slopes, one per query head `[H]` or `[..., H]`: slope·(j − i − causal_offset) is added to the logit of
+            query i and key j (ALiBi's linear bias, Press et al. 2021, with slopes > 0 for a causal head).
         statistics: also return `AttentionStatistics`, arrays `[..., H, L]`.
         weights: also return the weights, an L×S matrix per head.
 
@@ -129,7 +133,7 @@ def attention(
     >>> result.output.shape, result.statistics.entropy.shape
     ((2, 8, 16, 64), (2, 8, 16))
     """
-    call = validate(q, k, v, scale, mask, causal, causal_offset, window, softcap, sinks)
+    call = validate(q, k, v, scale, mask, causal, causal_offset, window, softcap, sinks, alibi)
     plan = backends.plan()
     wanted = Wanted(statistics, weights)
     engine = _choose(call, wanted, plan)
@@ -190,6 +194,7 @@ def attention_gradients(
     window: Window | None = None,
     softcap: float | None = None,
     sinks: npt.ArrayLike | None = None,
+    alibi: npt.ArrayLike | None = None,
 ) -> Gradients:
     """Gradients of Σ output·grad_output for the same call of `attention`, by recomputation in blocks of rows.
 
@@ -197,7 +202,7 @@ def attention_gradients(
         grad_output: ∂loss/∂output `[..., H, L, V]`, dtype of q; everything else as in `attention`.
 
     Returns:
-        `Gradients(query, key, value, scale, sinks)`. The scale's is per row, Σⱼ ∂loss/∂scoreⱼ·(q·kⱼ), defined at
+        `Gradients(query, key, value, scale, sinks, alibi)`. The scale's is per row, Σⱼ ∂loss/∂scoreⱼ·(q·kⱼ), defined at
         scale 0 too; summed over a head and times the scale it is ∂loss/∂log scale, the temperature pressure.
         A row that sees nothing has and gives zero gradients.
 
@@ -207,7 +212,7 @@ def attention_gradients(
     >>> bool(np.isclose(gradients.scale.sum() / np.sqrt(8), (q * gradients.query).sum()))   # Euler's identity
     True
     """
-    call = validate(q, k, v, scale, mask, causal, causal_offset, window, softcap, sinks)
+    call = validate(q, k, v, scale, mask, causal, causal_offset, window, softcap, sinks, alibi)
     grad = as_float_array("grad_output", grad_output)
     expected = (*call.query.shape[:-1], call.d_v)
     if grad.shape != expected:
@@ -233,4 +238,5 @@ def attention_gradients(
         value=_narrow(gradients.value, dtype),
         scale=gradients.scale,
         sinks=None if call.sinks is None else gradients.sinks.sum(axis=axes).reshape(-1),
+        alibi=None if alibi is None else sum_to(gradients.alibi, call.alibi.shape).reshape(np.shape(alibi)),
     )

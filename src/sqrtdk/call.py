@@ -45,6 +45,10 @@ class Band(NamedTuple):
             return apart >= self.first
         return (apart >= self.first) & (apart <= self.last)
 
+    def distances(self, rows: Any, keys: Any) -> Any:
+        """How far behind each row `[l]` each key `[s]` lies, j − i − offset: integers `[l, s]`, negative before it."""
+        return keys - rows[:, None] - (self.offset or 0)
+
     def keys_of(self, rows: slice, keys: int) -> slice:
         """The keys that lie in the range of some of the rows."""
         start = 0 if self.first == OPEN_BELOW else min(max(rows.start + self.first, 0), keys)
@@ -125,6 +129,7 @@ class Call(NamedTuple):
         scale: broadcasts to `[..., H, L]`; None: `factor` is the scale.
         mask: boolean or additive, broadcasts to `[..., H, L, S]`.
         sinks: `[H]`; tensors may have batch axes in front.
+        alibi: broadcasts to `[..., H, L]`: slopes; slope·(j − i − offset) is added to the logits.
         seed: draws the dropout; an integer, or a tensor.
         factor: the scale where it is one number.
         softcap: 0 is none.
@@ -139,6 +144,7 @@ class Call(NamedTuple):
     scale: Annotated[Any, Field("Tensor?", 1, True)] = None
     mask: Annotated[Any, Field("Tensor?", 0, True)] = None
     sinks: Annotated[Any, Field("Tensor?", 2, True)] = None
+    alibi: Annotated[Any, Field("Tensor?", 1, True)] = None
     seed: Annotated[Any, Field("Tensor?")] = None
     factor: Annotated[float, Field("float")] = 1.0
     softcap: Annotated[float, Field("float")] = 0.0
@@ -210,11 +216,11 @@ class Call(NamedTuple):
 def _read_table() -> dict[str, Field]:
     hints = get_type_hints(Call, include_extras=True)
     table = {name: hint.__metadata__[0] for name, hint in hints.items() if hasattr(hint, "__metadata__")}
-    return {**table, "first": Field("SymInt"), "last": Field("SymInt")}
+    return {**table, **dict.fromkeys(Band._fields, Field("SymInt"))}
 
 
 FIELDS = _read_table()
-"""The fields of a flat call, in its order: those of the table, and the limits of the band."""
+"""The fields of a flat call, in its order: those of the table, and those of the band."""
 
 ARRAYS = tuple(name for name, field in FIELDS.items() if field.lacks is not None)
 """The fields that are arrays or tensors of the call's numbers; they come first."""
@@ -222,21 +228,22 @@ ARRAYS = tuple(name for name, field in FIELDS.items() if field.lacks is not None
 TENSORS = len(ARRAYS) + 1
 """How many items of a flat call are tensors: the arrays, and the seed behind them."""
 
-_OWN = len(FIELDS) - 2
+_OWN = len(FIELDS) - len(Band._fields)
 
 
 def flatten(call: Call) -> tuple[Any, ...]:
     """The call as the flat arguments that torch's operators, autograd functions and the kernel take.
 
-    The offset stays behind: no engine asks for it.
+    An offset that is not known is 0: nobody who asks for it does without one.
     """
-    return (*call[:_OWN], call.band.first, call.band.last)
+    first, last, offset = call.band
+    return (*call[:_OWN], first, last, offset or 0)
 
 
 def restore(flat: Iterable[Any]) -> Call:
     """The call that was flattened."""
-    *own, first, last = flat
-    return Call._make((*own, Band(first, last), None))
+    *own, first, last, offset = flat
+    return Call._make((*own, Band(first, last, offset), None))
 
 
 class Forward(NamedTuple):
@@ -271,6 +278,7 @@ class Backward(NamedTuple):
     scale: Any = None
     mask: Any = None
     sinks: Any = None
+    alibi: Any = None
 
 
 DIFFERENTIABLE = tuple(name for name, field in FIELDS.items() if field.is_differentiable)

@@ -12,7 +12,7 @@ from sqrtdk.display import Shown, Table
 from sqrtdk.errors import InvalidTypeError, InvalidValueError, unknown_name
 from sqrtdk.theory.softmax import namespace_of, saturation_index
 
-__all__ = ["COUNTS", "MEASURES", "ROW_FIELDS", "ROW_STATISTICS", "AttentionStatistics", "Sample"]
+__all__ = ["ROW_FIELDS", "ROW_STATISTICS", "AttentionStatistics", "Sample"]
 
 Array = npt.NDArray[Any]
 Counts = npt.NDArray[np.int64]

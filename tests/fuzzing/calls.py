@@ -31,7 +31,7 @@ def run(case: Case) -> dict[str, np.ndarray]:
 
 
 def _options(case: Case) -> dict:
-    names = ("scale", "mask", "causal", "causal_offset", "window", "softcap", "sinks")
+    names = ("scale", "mask", "causal", "causal_offset", "window", "softcap", "sinks", "alibi")
     return {name: getattr(case, name) for name in names}
 
 
@@ -92,7 +92,7 @@ def _run_tensors(case: Case) -> dict[str, np.ndarray]:
     k = leaf("key", case.k, case.layouts.get("k"))
     v = leaf("value", case.v, case.layouts.get("v"))
     options = _options(case)
-    for name in ("mask", "sinks"):
+    for name in ("mask", "sinks", "alibi"):
         if options[name] is not None:
             options[name] = leaf(name, options[name], case.layouts.get(name))
     if isinstance(case.scale, Learnable):

@@ -41,6 +41,7 @@ class Case:
     window: tuple[int | None, int | None] | None = None
     softcap: float | None = None
     sinks: np.ndarray | None = None
+    alibi: np.ndarray | None = None
     dropout: float = 0.0
     statistics: bool = True
     weights: bool = True
@@ -104,7 +105,7 @@ class Case:
             for name, x in (("q", self.q), ("k", self.k), ("v", self.v))
         )
         options = []
-        for name in ("scale", "mask", "causal", "causal_offset", "window", "softcap", "sinks", "dropout"):
+        for name in ("scale", "mask", "causal", "causal_offset", "window", "softcap", "sinks", "alibi", "dropout"):
             value = getattr(self, name)
             if value is None or value is False or (name == "dropout" and not value):
                 continue

@@ -107,6 +107,7 @@ class Problem:
     scale_error: np.ndarray
     visible: np.ndarray
     bias: np.ndarray | None
+    bias_size: np.ndarray | None
     softcap: float | None
     sinks: np.ndarray | None
     rounding: Rounding
@@ -136,6 +137,11 @@ def pose(case: Case, rounding: Rounding) -> Problem:
     bias = None
     if case.mask is not None and case.mask.dtype != bool:
         bias = np.broadcast_to(case.mask.astype(Real), full).reshape(*rows, k.shape[-2])
+    bias_size = None if bias is None else np.abs(bias)
+    if case.alibi is not None:
+        sloped = case.alibi.astype(Real)[:, None, None] * distances_of(case)
+        bias_size = np.abs(sloped) + (0 if bias is None else bias_size)
+        bias = np.broadcast_to(sloped + (0 if bias is None else bias), (*rows, k.shape[-2]))
     problem = Problem(
         q,
         k,
@@ -144,6 +150,7 @@ def pose(case: Case, rounding: Rounding) -> Problem:
         np.zeros(rows, Real),
         case.visible().reshape(*rows, k.shape[-2]),
         bias,
+        bias_size,
         case.softcap,
         None if case.sinks is None else case.sinks.astype(Real),
         rounding,
@@ -155,6 +162,12 @@ def pose(case: Case, rounding: Rounding) -> Problem:
     with np.errstate(all="ignore"):
         _apply_scale(case, problem)
     return problem
+
+
+def distances_of(case: Case) -> np.ndarray:
+    """j − i − offset of every query and key, `[L, S]`."""
+    rows, keys = (np.arange(x.shape[-2]).astype(Real) for x in (case.q, case.k))
+    return keys - rows[:, None] - (case.causal_offset or 0)
 
 
 def _draw_kept(case: Case, shape: tuple[int, ...]) -> np.ndarray:
@@ -318,7 +331,7 @@ def _soften(problem: Problem) -> Softmax:
         further = [np.abs(cap * np.tanh((scores + sign * scores_error) / cap) - logits) for sign in (-1, 1)]
         logits_error = np.maximum(*further) + 12 * unit * np.abs(logits) + rounding.smallest
     if problem.bias is not None:
-        logits_error = logits_error + 2 * unit * (np.abs(logits) + np.abs(problem.bias))
+        logits_error = logits_error + 2 * unit * (np.abs(logits) + problem.bias_size)
         logits = logits + problem.bias
     logits = np.where(visible, logits, -np.inf)
     blind = ~visible.any(axis=-1)

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 
 from .case import DTYPES, Case
-from .definition import Bounded, Problem, Real, Softmax, length_of, size_of_products
+from .definition import Bounded, Problem, Real, Softmax, distances_of, length_of, size_of_products
 
 _MOST = Real("1e4000")
 
@@ -127,7 +127,15 @@ def _differentiate(case: Case, problem: Problem, soft: Softmax) -> dict[str, Bou
         error = np.where(unknown, np.inf, error).sum(axis=(0, 2))
         error = error + rounding.of_sum(1) * (sink * np.abs(delta)).sum(axis=(0, 2))
         results["sinks"] = Bounded(-(sink * delta).sum(axis=(0, 2)), error)
-    if problem.bias is not None:
+    if case.alibi is not None:
+        distances = distances_of(case)
+        size = np.abs(to_logits * distances)
+        error = logits_error * np.abs(distances) + rounding.of_sum(keys) * size
+        error = np.where(unknown[..., None], np.inf, error).sum(axis=(0, 2, 3))
+        unit_of_slopes = Real(float(ml_dtypes.finfo(case.alibi.dtype).eps))
+        error = error + (unit_of_slopes if case.on_tensors else 0) * size.sum(axis=(0, 2, 3))
+        results["alibi"] = Bounded((to_logits * distances).sum(axis=(0, 2, 3)), error)
+    if case.mask is not None and case.mask.dtype != bool:
         full = (*case.q.shape[:-3], case.heads, *p.shape[-2:])
         error = np.where(unknown[..., None] & visible, np.inf, logits_error + 8 * unit * np.abs(to_logits))
         results["mask"] = Bounded(*(sum_to(x.reshape(full), case.mask.shape) for x in (to_logits, error)))

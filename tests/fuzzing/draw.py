@@ -66,6 +66,7 @@ def draw_case(seed: int, index: int, levels: tuple[str, ...]) -> Case:
     _draw_cotangents(rng, case)
     if case.front in ("arrays", "tensors", "drop-in"):
         case.variants = tuple(name for name in VARIANTS if rng.random() < 0.25)
+    _draw_alibi(np.random.default_rng([seed, index, 2]), case)
     case.changed_keys = rng.random(case.k.shape[-2]) < 0.3
     if case.on_tensors and front != "jvp" and rng.random() < 0.3:
         case.dropout = float(rng.choice([0.1, 0.1, 0.5, 0.9, 1.0]))
@@ -257,6 +258,15 @@ def _draw_mask(rng, case, extremes):
         bias = np.where(seen, bias, -np.inf)
     with np.errstate(over="ignore"):
         return bias.astype(DTYPES[dtype])
+
+
+def _draw_alibi(rng, case):
+    """Slopes, where positions are known and not so far away that a distance is no number of float32."""
+    offset, known = case.causal_offset or 0, case.q.shape[-2] == case.k.shape[-2] or case.causal_offset is not None
+    if case.front in ("drop-in", "jvp") or rng.random() > 0.2 or not known or abs(offset) > 2**20:
+        return
+    slopes = rng.standard_normal(case.heads) * rng.choice([0.01, 0.3, 3.0])
+    case.alibi = slopes.astype(DTYPES[str(rng.choice(["float32", "float64", case.dtype]))])
 
 
 def _draw_sinks(rng, case, extremes):

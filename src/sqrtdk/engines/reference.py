@@ -112,6 +112,7 @@ class Rows:
         scale: `[..., L, 1]`.
         visible: boolean `[..., L, S]`: may this query see this key.
         bias: `[..., L, S]` added to the (capped) scores, or None.
+        distances: `[L, S]` from each query to each key, where slopes of ALiBi are a part of the bias, or None.
         softcap: logits become cap·tanh(scores/cap), or None.
         sink: `[..., 1, 1]`, one more logit in the denominator, or None.
         kept: boolean `[..., L, S]`: which weights dropout keeps, or None.
@@ -124,6 +125,7 @@ class Rows:
     scale: Array
     visible: Array
     bias: Array | None = None
+    distances: Array | None = None
     softcap: float | None = None
     sink: Array | None = None
     kept: Array | None = None
@@ -207,13 +209,14 @@ def attend(rows: Rows, *, statistics: bool = True) -> Attended:
 
 
 class RowGradients(NamedTuple):
-    """Gradients from some rows, shaped as q, k, v of `Rows`; scale and sinks `[..., L]`; logits `[..., L, S]`."""
+    """Gradients from some rows, shaped as q, k, v of `Rows`; scale, sinks, alibi `[..., L]`; logits `[..., L, S]`."""
 
     query: Array
     key: Array
     value: Array
     scale: Array
     sinks: Array
+    alibi: Array
     logits: Array
 
 
@@ -221,7 +224,8 @@ def differentiate(rows: Rows, grad_output: Array, grad_weights: Array | None = N
     """Gradients of Σ output·grad_output (+ Σ weights·grad_weights) with respect to q, k, v, scales, sinks and logits.
 
     With P the weights (sink in the denominator), dP = drop(grad_output·vᵀ) + grad_weights and δ = Σ P∘dP:
-    dlogit = P∘(dP − δ), dscore = dlogit·(1 − tanh²), ∂scale of a row = Σ dscore·(q·k), ∂sink = −p_sink·δ.
+    dlogit = P∘(dP − δ), dscore = dlogit·(1 − tanh²), ∂scale of a row = Σ dscore·(q·k), ∂sink = −p_sink·δ, ∂slope of a
+    row = Σ dlogit·distance.
     """
     with np.errstate(all="ignore"):
         soft = _compute_softmax(rows)
@@ -246,6 +250,7 @@ def differentiate(rows: Rows, grad_output: Array, grad_weights: Array | None = N
             value=_weigh(np.swapaxes(_drop(soft.weights, rows), -1, -2), grad_output, seen_by),
             scale=np.where(visible, grad_scores * soft.products, 0.0).sum(axis=-1),
             sinks=np.where(visible.any(axis=-1), grad_sink, 0.0),
+            alibi=(grad_logits * (0.0 if rows.distances is None else rows.distances)).sum(axis=-1),
             logits=grad_logits,
         )
 
@@ -272,6 +277,7 @@ class Tiles:
         factor = call.factor if call.scale is None else call.scale
         self.factors = np.broadcast_to(factor, call.rows).reshape(self.shape)
         self.mask = None if call.mask is None else np.broadcast_to(call.mask, call.logits_shape)
+        self.slopes = None if call.alibi is None else np.broadcast_to(call.alibi, call.rows).reshape(self.shape)
 
     def __iter__(self) -> Iterator[Tile]:
         """Blocks of rows (batch, kv head, all its query heads, query) of about BLOCK_ELEMENTS logits each."""
@@ -296,6 +302,11 @@ class Tiles:
         n, g, _, _ = tile
         call = self.call
         visible, bias = self._visibility(tile)
+        distances = None
+        if self.slopes is not None:
+            rows, keys = np.arange(tile[3].start, tile[3].stop), np.arange(call.keys)
+            distances = call.band.distances(rows, keys).astype(np.float64)
+            bias = (0.0 if bias is None else bias) + self.slopes[tile][..., None] * distances
         return Rows(
             # C order whatever the caller's strides: the product's rounding follows the layout.
             q=self.q[tile].astype(np.float64, order="C"),
@@ -304,6 +315,7 @@ class Tiles:
             scale=self.factors[tile][..., None],
             visible=visible,
             bias=bias,
+            distances=distances,
             softcap=call.softcap or None,
             sink=None if call.sinks is None else call.sinks.reshape(self.shape[1:3])[None, g, :, None, None],
             kept=self._draw_kept(tile) if call.dropout else None,
@@ -393,12 +405,12 @@ class Reference:
             to_q.reshape(call.query.shape),
             to_k.reshape(call.key.shape),
             to_v.reshape(call.value.shape),
-            mask=None if to_logits is None else _sum_to(to_logits.reshape(call.logits_shape), call.mask.shape),
+            mask=None if to_logits is None else sum_to(to_logits.reshape(call.logits_shape), call.mask.shape),
             **{name: to.reshape(call.rows) for name, to in by_row.items()},
         )
 
 
-def _sum_to(x: Array, shape: tuple[int, ...]) -> Array:
+def sum_to(x: Array, shape: tuple[int, ...]) -> Array:
     """x summed over the axes along which an array of the given shape was broadcast to it."""
     x = x.sum(axis=tuple(range(x.ndim - len(shape))))
     return np.asarray(x.sum(axis=tuple(axis for axis, size in enumerate(shape) if size == 1), keepdims=True))

@@ -24,6 +24,7 @@ from sqrtdk.torch.scale_protocol import LearnableScale
 from sqrtdk.torch.tensor_arguments import (
     broadcast_heads,
     cast_for_autocast,
+    require_alibi,
     require_dropout,
     require_finite_number,
     require_mask,
@@ -72,6 +73,7 @@ def compute(
     window: Window | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    alibi: Tensor | None = None,
     statistics: bool = False,
     weights: bool = False,
     sample_rows: int | None = None,
@@ -86,6 +88,7 @@ def compute(
         and window is None
         and softcap is None
         and sinks is None
+        and alibi is None
         and not weights
         and dropout == 0.0
         and sample_rows is None
@@ -105,7 +108,7 @@ def compute(
     if dialect.broadcasts is not None and (q.shape[:-2] != k.shape[:-2] or k.shape[:-2] != v.shape[:-2]):
         q, k, v = broadcast_heads(q, k, v, dialect.broadcasts == "grouped")
     heads = validate_shapes(q.shape, k.shape, v.shape, dialect.tensors)
-    band = _find_band(q, k, scale, causal, causal_offset, window, dialect)
+    band = _find_band(q, k, scale, causal, causal_offset, window, alibi is not None, dialect)
     if mask is not None:
         mask = require_mask(mask, q, (*q.shape[:-3], heads, q.shape[-2], k.shape[-2]), dialect.mask)
     p = 0.0 if dropout == 0.0 else require_dropout(dropout, dialect.dropout)
@@ -121,6 +124,7 @@ def compute(
         scaled.scale,
         mask,
         None if sinks is None else require_sinks(sinks, q, heads),
+        None if alibi is None else require_alibi(alibi, q),
         torch.randint(2**62, (), dtype=torch.int64, device=q.device) if p else None,
         scaled.factor,
         0.0 if softcap is None else validate_softcap(softcap),
@@ -158,13 +162,14 @@ def _find_band(
     causal: bool,
     causal_offset: int | None,
     window: Window | None,
+    has_alibi: bool,
     dialect: Dialect,
 ) -> Band:
-    if causal is not False or window is not None or causal_offset is not None:
+    if causal is not False or window is not None or causal_offset is not None or has_alibi:
         if dialect.starts_aligned and require_flag(dialect.causal, causal):
             causal_offset = 0
         asks = isinstance(scale, str | Policy | LearnableScale)
-        return validate_band(causal, causal_offset, window, q.shape[-2], k.shape[-2], asks)
+        return validate_band(causal, causal_offset, window, q.shape[-2], k.shape[-2], asks, has_alibi)
     return ALIGNED if q.shape[-2] == k.shape[-2] else OPEN
 
 
@@ -185,8 +190,18 @@ def _describe_sample(call: Call, positions: Tensor) -> AttentionStatistics:
             return x
         return x.index_select(axis, positions)
 
-    mask = pick(call.mask, -2)
-    in_range = call.band.sees(positions, torch.arange(call.keys, device=positions.device))
+    mask, keys = pick(call.mask, -2), torch.arange(call.keys, device=positions.device)
+    in_range = call.band.sees(positions, keys)
+    if call.alibi is not None:
+        # So have their distances.
+        slopes = cast(Tensor, pick(call.alibi.detach(), -1))
+        sloped = slopes[..., None].double() * call.band.distances(positions, keys)
+        if mask is None:
+            mask = sloped
+        elif mask.dtype == torch.bool:
+            mask = sloped.masked_fill(~as_truth(mask), -torch.inf)
+        else:
+            mask = mask + sloped
     if in_range is not None:
         # Rows that no longer lie one behind the other have their range written into a mask.
         if mask is None:
@@ -203,9 +218,8 @@ def _describe_sample(call: Call, positions: Tensor) -> AttentionStatistics:
             pick(None if call.scale is None else call.scale.detach(), -1),
             None if mask is None else mask.detach(),
             None if call.sinks is None else call.sinks.detach(),
-            None,
-            call.factor,
-            call.softcap,
+            factor=call.factor,
+            softcap=call.softcap,
         )
         done, _ = run(sampled, Wanted(statistics=True))
     sample = Sample(cast(Any, positions), queries)

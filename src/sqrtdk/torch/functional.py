@@ -28,6 +28,7 @@ def attention(
     window: Window | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    alibi: Tensor | None = None,
     statistics: bool = True,
     weights: bool = False,
     dropout: float = 0.0,
@@ -35,7 +36,7 @@ def attention(
     sample_seed: int = 0,
     pressure: TemperaturePressure | None = None,
 ) -> Attention:
-    """softmax(cap(scale·q·kᵀ) + mask)·v on tensors, differentiable, with statistics of every row from the same pass.
+    """softmax(cap(scale·q·kᵀ) + mask + alibi)·v on tensors, differentiable, with statistics of every row in one pass.
 
     Args:
         q: queries `[..., H, L, D]`, or `[L, D]` for one head; float16, bfloat16, float32 or float64, any device.
@@ -43,7 +44,7 @@ def attention(
         v: values `[..., G, S, V]`.
         scale: multiplies q·k. None (1/√dₖ), a number, a tensor that broadcasts to `[..., H, L]` (per head `[H, 1]`, per
             query `[H, L]`), a policy of `sqrtdk.scales` or its name, or a module of `sqrtdk.torch.nn` that learns it.
-        mask, causal, causal_offset, window, softcap, sinks, weights: as in `sqrtdk.attention`, tensors for arrays.
+        mask, causal, causal_offset, window, softcap, sinks, alibi, weights: as in `sqrtdk.attention`, but tensors.
         statistics: also return `AttentionStatistics` of tensors `[..., H, L]`; they have no gradient.
         dropout: probability with which a weight is set to zero (the others grow by 1/(1 − p)), drawn from torch's
             generator; statistics and weights describe the weights before it.
@@ -54,10 +55,10 @@ def attention(
 
     Returns:
         `Attention(output, statistics, weights)`, output and weights in the dtype of q, and its `engine`: on the CPU the
-        kernel computes (`sqrtdk.backends`), elsewhere torch in blocks of rows. Gradients flow to q, k, v, scale, sinks
-        and an additive mask, from output and weights; the softmax is computed anew for them, block by block. Second
-        derivatives work, but hold all weights. A row that sees nothing gives zeros and zero gradients; what is masked
-        has no influence. Under autocast q, k and v are cast as for torch's own attention.
+        kernel computes (`sqrtdk.backends`), elsewhere torch in blocks of rows. Gradients flow to q, k, v, scale, sinks,
+        alibi and an additive mask, from output and weights; the softmax is computed anew for them, block by block.
+        Second derivatives work, but hold all weights. A row that sees nothing gives zeros and zero gradients; what is
+        masked has no influence. Under autocast q, k and v are cast as for torch's own attention.
 
     Raises:
         InvalidValueError, InvalidTypeError: both `SqrtdkError`, naming the argument. Whether a scale tensor or sinks
@@ -84,6 +85,7 @@ def attention(
         window=window,
         softcap=softcap,
         sinks=sinks,
+        alibi=alibi,
         statistics=statistics,
         weights=weights,
         dropout=dropout,

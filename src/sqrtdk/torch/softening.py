@@ -149,6 +149,7 @@ def differentiate_block(
         value=_weigh_by_keys(drop(soft.weights, block), grad, visible, finite),
         scale=to_scale,
         sinks=to_sinks,
+        alibi=None if block.distances is None else (grad_logits * block.distances).sum(dim=-1),
     )
     return gradients, grad_logits
 

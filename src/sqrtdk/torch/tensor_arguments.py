@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sqrtdk.arguments import Names, require_mask_shape, require_scale_shape, require_sinks_shape
+from sqrtdk.arguments import Names, require_alibi_shape, require_mask_shape, require_scale_shape, require_sinks_shape
 from sqrtdk.errors import InvalidTypeError, InvalidValueError
 
 _broadcast_shapes: Any = torch.broadcast_shapes
@@ -129,6 +129,15 @@ def require_sinks(sinks: Tensor, q: Tensor, heads: int) -> Tensor:
     _require_place("sinks", sinks, q)
     require_sinks_shape(sinks.shape, heads)
     return sinks
+
+
+def require_alibi(alibi: Tensor, q: Tensor) -> Tensor:
+    """Floating slopes `[..., H]`, as a view that broadcasts to `[..., H, L]`."""
+    if not isinstance(alibi, Tensor) or alibi.dtype not in _FLOATS:
+        came = alibi.dtype if isinstance(alibi, Tensor) else type(alibi).__name__
+        raise InvalidTypeError(f"alibi must be a floating tensor, one slope per query head, got {came}")
+    _require_place("alibi", alibi, q)
+    return alibi.reshape(require_alibi_shape(alibi.shape, q.shape))
 
 
 _NUMBERS = (int, float, np.number, torch.SymInt, torch.SymFloat)

@@ -40,7 +40,7 @@ def _block_elements(call: Call) -> int:
 
 @dataclass(eq=False)
 class Entries:
-    """A call of rank 4: `[N, H, L, ·]`, scale `[N, H, L]`, mask `[N, H, L, S]`, sinks `[N, H]`, all views.
+    """A call of rank 4: `[N, H, L, ·]`, scale, alibi `[N, H, L]`, mask `[N, H, L, S]`, sinks `[N, H]`, all views.
 
     `at` is where it lies in the outer leading axes of a call of higher rank, `first_row` the number of its first row.
     """
@@ -52,6 +52,7 @@ class Entries:
     scale: Tensor | None
     mask: Tensor | None
     sinks: Tensor | None
+    alibi: Tensor | None
     at: tuple[int, ...]
     first_row: int = 0
 
@@ -69,7 +70,7 @@ def cut_entries(call: Call) -> Iterator[Entries]:
     if not call.query.numel():
         return
     rows = call.query.shape[:-1]
-    scale = None if call.scale is None else call.scale.expand(rows)
+    scale, alibi = (None if x is None else x.expand(rows) for x in (call.scale, call.alibi))
     mask = None if call.mask is None else call.mask.expand(call.logits_shape)
     sinks = None if call.sinks is None else call.sinks.expand(call.heads_shape)
     outer = rows[:-3]
@@ -82,6 +83,7 @@ def cut_entries(call: Call) -> Iterator[Entries]:
             None if scale is None else as_rank(scale[at], 3),
             None if mask is None else as_rank(mask[at], 4),
             None if sinks is None else as_rank(sinks[at], 2),
+            None if alibi is None else as_rank(alibi[at], 3),
             at,
             number * math.prod(rows[-3:]),
         )
@@ -137,6 +139,7 @@ class Block:
     scale: Tensor | float
     visible: Tensor | None
     bias: Tensor | None
+    distances: Tensor | None
     softcap: float
     sink: Tensor | None
     keep: Tensor | None
@@ -156,6 +159,11 @@ def cut_block(entries: Entries, tile: Tile, dtype: torch.dtype) -> Block:
     n, g, i, j = tile
     h = slice(g.start * shared, g.stop * shared)
     visible, bias = _visibility(entries, tile, h, dtype)
+    distances = None
+    if entries.alibi is not None:
+        distances = call.band.distances(_count(entries, i), _count(entries, j)).to(dtype)
+        sloped = by_group(entries.alibi[n, h, i].to(dtype), shared)[..., None] * distances
+        bias = sloped if bias is None else bias + sloped
     scale: Tensor | float = call.factor
     if entries.scale is not None:
         scale = by_group(entries.scale[n, h, i].to(dtype), shared)[..., None]
@@ -169,6 +177,7 @@ def cut_block(entries: Entries, tile: Tile, dtype: torch.dtype) -> Block:
         scale=scale,
         visible=visible,
         bias=bias,
+        distances=distances,
         softcap=call.softcap,
         sink=sink,
         keep=_draw_kept(entries, tile, h) if call.dropout else None,
@@ -178,25 +187,23 @@ def cut_block(entries: Entries, tile: Tile, dtype: torch.dtype) -> Block:
 
 def _draw_kept(entries: Entries, tile: Tile, h: slice) -> Tensor:
     """Which weights of a tile dropout keeps: the same for forward and backward, and however the call is cut."""
-    call, device = entries.call, entries.q.device
+    call = entries.call
     assert call.seed is not None
     _, heads, queries = entries.q.shape[:3]
-
-    def count(part: slice) -> Tensor:
-        return torch.arange(part.start, part.stop, device=device)
-
-    of_heads = count(tile.n)[:, None] * heads + count(h)
-    rows = entries.first_row + of_heads[:, :, None] * queries + count(tile.i)
-    kept: Tensor = draw_kept(call.dropout, call.seed, by_group(rows, entries.shared)[..., None], count(tile.j))
+    of_heads = _count(entries, tile.n)[:, None] * heads + _count(entries, h)
+    rows = entries.first_row + of_heads[:, :, None] * queries + _count(entries, tile.i)
+    every_row, keys = by_group(rows, entries.shared)[..., None], _count(entries, tile.j)
+    kept: Tensor = draw_kept(call.dropout, call.seed, every_row, keys)
     return kept
+
+
+def _count(entries: Entries, part: slice) -> Tensor:
+    return torch.arange(part.start, part.stop, device=entries.q.device)
 
 
 def _visibility(entries: Entries, tile: Tile, h: slice, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
     """Which keys each row of a tile sees, broadcastable to the logits (None: all), and what is added to the scores."""
-    i, j, device = tile.i, tile.j, entries.q.device
-    visible = entries.call.band.sees(
-        torch.arange(i.start, i.stop, device=device), torch.arange(j.start, j.stop, device=device)
-    )
+    visible = entries.call.band.sees(_count(entries, tile.i), _count(entries, tile.j))
     if entries.mask is None:
         return visible, None
     mask = by_group(entries.mask[tile.n, h, tile.i, tile.j], entries.shared)

@@ -47,7 +47,7 @@ _IN_ORDER = torch.contiguous_format
 
 # What a plain call has in the place of further arrays and a seed, and of the numbers between factor and band.
 _NO_ARRAYS = (*(None,) * (len(ARRAYS) - 3), 0)
-_NO_NUMBERS = tuple(Call._field_defaults[name] for name in list(FIELDS)[TENSORS + 1 : -2])
+_NO_NUMBERS = tuple(Call._field_defaults[name] for name in list(FIELDS)[TENSORS + 1 : -3])
 
 
 class TensorKernel:
@@ -217,6 +217,7 @@ class TensorKernel:
                 *_NO_NUMBERS,
                 OPEN_BELOW,
                 last,
+                0,
                 (output.data_ptr(), item, shape, output.stride()),
                 None if measures is None else _view(measures),
                 None if counts is None else _view(counts),

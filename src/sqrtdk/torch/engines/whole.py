@@ -121,13 +121,14 @@ def _cut_whole(call: Call) -> tuple[Block, Tensor, Tensor]:
     same for rows whose logits one reaches: those of q and k alone."""
     rows, keys = call.rows, call.key.shape[-2]
     q, k, v = (as_rank(x, 4).flatten(0, -4) for x in (call.query, call.key, call.value))
-    scale = None if call.scale is None else as_rank(call.scale.expand(rows), 3).flatten(0, -3)
+    by_row = (call.scale, call.alibi)
+    scale, alibi = (None if x is None else as_rank(x.expand(rows), 3).flatten(0, -3) for x in by_row)
     mask = None
     if call.mask is not None:
         mask = as_rank(call.mask.expand(call.logits_shape), 4).flatten(0, -4)
     sinks = None if call.sinks is None else as_rank(call.sinks.expand(call.heads_shape), 2).flatten(0, -2)
     tile = Tile(slice(0, q.shape[0]), slice(0, k.shape[1]), slice(0, q.shape[2]), slice(0, keys))
-    block = cut_block(Entries(call, q, k, v, scale, mask, sinks, ()), tile, wide_dtype(q.device))
+    block = cut_block(Entries(call, q, k, v, scale, mask, sinks, alibi, ()), tile, wide_dtype(q.device))
     visible = visible_like(block, (*block.q.shape[:-1], keys))
     (block.q, bad_q), (block.k, bad_k), (block.v, bad_v) = (_set_aside(x) for x in (block.q, block.k, block.v))
     block.may_be_traced = True
