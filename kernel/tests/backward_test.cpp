@@ -15,7 +15,7 @@ struct Passes {
     Backward backward = {};
     Array grad_output;
     std::unique_ptr<char[]> output, weights, query, key, value;
-    std::vector<double> max, sum, scale, sinks;
+    std::vector<double> max, sum, scale, sinks, alibi;
     std::vector<float> exact;
     int64_t rows, keys;
 
@@ -34,7 +34,7 @@ struct Passes {
         const std::vector<int64_t>& by = grad_output.strides;
         backward.grad_output = {grad_output.data, by[0], by[1], by[2], by[3], by[4]};
         max.assign(size_t(rows), -7.0);
-        sum = scale = sinks = max;
+        sum = scale = sinks = alibi = max;
         allocate(output, rows * call.d_v * item);
         allocate(weights, rows * call.keys * item);
         allocate(query, rows * call.d_k * item);
@@ -46,7 +46,7 @@ struct Passes {
         exact.assign(size_t(rows * call.d_v), 7.0f);
         if (item == 2) forward.exact = exact.data();
         backward.output = item == 2 ? static_cast<void*>(exact.data()) : output.get();
-        backward.gradients = {query.get(), key.get(), value.get(), scale.data(), sinks.data()};
+        backward.gradients = {query.get(), key.get(), value.get(), scale.data(), sinks.data(), alibi.data()};
     }
 
     static void allocate(std::unique_ptr<char[]>& memory, int64_t bytes) {
@@ -87,7 +87,7 @@ const char* compare(const Passes& passes) {
                         return at(call, o.data, n * o.n + g * o.g + r * o.r + i * o.l + c * o.d);
                     };
                     std::vector<double> grad_weights(row.keys.size(), 0.0);
-                    double delta = 0.0, scale = 0.0, largest = 1.0;
+                    double delta = 0.0, scale = 0.0, alibi = 0.0, largest = 1.0;
                     for (size_t j = 0; j < row.keys.size(); ++j) {
                         for (int64_t c = 0; c < call.d_v; ++c)
                             grad_weights[j] +=
@@ -106,8 +106,9 @@ const char* compare(const Passes& passes) {
                         if (!sees) continue;
                         if (!close(weight, row.weights[seen], allowed)) return "weight";
                         const double squashed = call.softcap > 0 ? std::tanh(row.scores[seen] / call.softcap) : 0.0;
-                        const double slope =
-                            row.weights[seen] * (grad_weights[seen] - delta) * (1.0 - squashed * squashed);
+                        const double of_logit = row.weights[seen] * (grad_weights[seen] - delta);
+                        const double slope = of_logit * (1.0 - squashed * squashed);
+                        alibi += of_logit * double(j - i - call.offset);
                         const int64_t to = (n * call.groups + g) * call.keys + j;
                         for (int64_t d = 0; d < call.d_k; ++d) {
                             const double k =
@@ -128,6 +129,8 @@ const char* compare(const Passes& passes) {
                                    4.0 * largest * allowed))
                             return "query";
                     if (!close(passes.scale[size_t(row_at)], scale, 16.0 * largest * allowed)) return "scale";
+                    const double far = double(call.keys + call.queries + 50);
+                    if (!close(passes.alibi[size_t(row_at)], alibi, 4.0 * far * largest * allowed)) return "alibi";
                     const double sink = row.keys.empty() ? 0.0 : -row.sink_weight * delta;
                     if (!close(passes.sinks[size_t(row_at)], sink, largest * allowed)) return "sinks";
                 }
@@ -195,7 +198,8 @@ bool same_bits(const Passes& one, const Passes& other) {
            std::memcmp(one.key.get(), other.key.get(), size_t(one.keys * d_k * item)) == 0 &&
            std::memcmp(one.value.get(), other.value.get(), size_t(one.keys * d_v * item)) == 0 &&
            std::memcmp(one.scale.data(), other.scale.data(), one.scale.size() * sizeof(double)) == 0 &&
-           std::memcmp(one.sinks.data(), other.sinks.data(), one.sinks.size() * sizeof(double)) == 0;
+           std::memcmp(one.sinks.data(), other.sinks.data(), one.sinks.size() * sizeof(double)) == 0 &&
+           std::memcmp(one.alibi.data(), other.alibi.data(), one.alibi.size() * sizeof(double)) == 0;
 }
 
 const char* check(const Case& drawn, Random& random, const char* level) {

@@ -138,7 +138,10 @@ inline void describe(const std::vector<double>& x, double* largest, double* mean
 
 inline bool sees(const Problem& call, int64_t n, int64_t g, int64_t r, int64_t i, int64_t j, double* bias) {
     const Mask& mask = call.mask;
-    *bias = 0.0;
+    const Scale& slopes = call.alibi;
+    *bias = slopes.data == nullptr
+                ? 0.0
+                : slopes.data[n * slopes.n + g * slopes.g + r * slopes.r + i * slopes.l] * double(j - i - call.offset);
     if (j - i < call.first || j - i > call.last) {
         return false;
     }
@@ -149,8 +152,9 @@ inline bool sees(const Problem& call, int64_t n, int64_t g, int64_t r, int64_t i
     if (mask.kind == MaskKind::boolean) {
         return static_cast<const uint8_t*>(mask.data)[at] != 0;
     }
-    *bias = load(Dtype(int(mask.kind) - int(MaskKind::float16)), mask.data, at);
-    return *bias != -std::numeric_limits<double>::infinity();
+    const double added = load(Dtype(int(mask.kind) - int(MaskKind::float16)), mask.data, at);
+    *bias += added;
+    return added != -std::numeric_limits<double>::infinity();
 }
 
 // The word that decides about one weight, in arithmetic modulo 2^32 on wider numbers.

@@ -69,7 +69,7 @@ struct Array {
 struct Case {
     Forward call = {};
     Array q, k, v, scale, mask;
-    std::vector<double> sinks;
+    std::vector<double> sinks, slopes;
 
     explicit Case(Random& random) {
         call.dtype = Dtype(random() % 4);
@@ -107,6 +107,11 @@ struct Case {
         if (chance(random, 0.3)) {
             for (int64_t i = 0; i < call.groups * call.shared; ++i) sinks.push_back(normal(random));
             call.sinks = sinks.data();
+        }
+        if (chance(random, 0.3)) {
+            for (int64_t i = 0; i < call.groups * call.shared; ++i) slopes.push_back(0.02 * normal(random));
+            call.alibi = {slopes.data(), 0, call.shared, 1, 0};
+            call.offset = int64_t(random() % 100) - 50;
         }
         if (chance(random, 0.5)) make_mask(random);
         if (chance(random, 0.3)) poison_hidden_keys(random);

@@ -116,7 +116,7 @@ struct Results {
 struct Case {
     Forward call = {};
     Array q, k, v, scale, mask;
-    std::vector<double> sinks;
+    std::vector<double> sinks, slopes;
     bool exact = false;  // small integers and scales that are powers of two: no score is rounded
 
     explicit Case(Random& random) {
@@ -136,6 +136,11 @@ struct Case {
             for (int64_t i = 0; i < call.groups * call.shared; ++i) sinks.push_back(size * draw(random));
         }
         if (chance(random, 0.5)) make_mask(random);
+        if (call.mask.kind <= MaskKind::boolean && chance(random, 0.3)) {
+            const double size = pick_number(random, {0.01, 0.3, 3.0, 1e30, 1e300});
+            for (int64_t i = 0; i < call.groups * call.shared; ++i) slopes.push_back(size * draw(random));
+            call.offset = int64_t(random() % 200) - 100;
+        }
         if (chance(random, 0.2)) plant(random);
         if (chance(random, 0.3)) {
             call.dropout = {pick_number(random, {0.1, 0.1, 0.5, 0.9, 0.99, 1e-12, 1.0}), int64_t(random() >> 1),
@@ -152,6 +157,7 @@ struct Case {
         call.scale = {reinterpret_cast<const double*>(scale.data), scale.strides[0], scale.strides[1], scale.strides[2],
                       scale.strides[3]};
         call.sinks = sinks.empty() ? nullptr : sinks.data();
+        if (!slopes.empty()) call.alibi = {slopes.data(), 0, call.shared, 1, 0};
         if (call.mask.kind == MaskKind::none) return;
         call.mask = {call.mask.kind,  mask.data,       mask.strides[0], mask.strides[1],
                      mask.strides[2], mask.strides[3], mask.strides[4]};
