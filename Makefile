@@ -6,10 +6,12 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c co
 REPORT := sqrtdk-report.html
 RUNS := build/runs.sqlite
 SEED := 20261116
-KERNEL := CMakeLists.txt $(wildcard kernel/*.h kernel/*.cpp bindings/*.cpp)
-# What an editable installation rests on: the kernel's sources, and which modules there are (it maps each name to a file).
-FOLDERS := $(shell find src -type d)
-INSTALLED := { cat $(KERNEL); find src -name '*.py' | sort; } | cksum
+# The kernel's sources, in folders too; its own tests are compiled by `make sanitize` alone.
+KERNEL := CMakeLists.txt $(sort $(shell find kernel bindings -path kernel/tests -prune -o -name '*.h' -print -o -name '*.cpp' -print))
+# An editable installation rests on the kernel's sources and on the list of modules (it maps each name to a file). A file that
+# is moved keeps its time, its folder does not; `kernel` is also the name of a target, `kernel/.` is not.
+FOLDERS := $(shell find src kernel/. bindings -type d)
+INSTALLED := { cksum $(KERNEL); find src -name '*.py' | sort; } | cksum
 COMPILED := $(BIN)/python -c "import sqrtdk._kernel" 2>/dev/null
 # Two test processes on two cores: BLAS threads of their own would only wait for each other.
 PYTEST := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest
@@ -31,11 +33,11 @@ endef
 export LIST_PACKAGES
 
 .DEFAULT_GOAL := help
-.PHONY: help setup kernel run compiler compiled test check lint test-long test-all sanitize mutants wheel bench docs clean
+.PHONY: help setup kernel run compiler compiled test check lint test-slow test-long test-all sanitize mutants wheel bench docs clean
 
 # What is tested, measured or shipped has the kernel: there a build that fails must fail. Elsewhere the package installs as
 # pure Python where it cannot be compiled, and says so.
-test check test-long sanitize mutants wheel bench compiled: export SQRTDK_REQUIRE_KERNEL := 1
+test check test-slow test-long sanitize mutants wheel bench compiled: export SQRTDK_REQUIRE_KERNEL := 1
 
 help:
 	@echo "make run       set up and write $(REPORT): claims, exercises, ablation"
@@ -97,9 +99,18 @@ setup: $(VENV)/dev.stamp $(VENV)/kernel.stamp
 kernel: $(VENV)/kernel.stamp
 	@$(COMPILED) || { rm -f build/*/CMakeCache.txt; $(PIP) --no-build-isolation --no-deps -e .; }
 
+# $(call system_package,command,package,consequence): a missing package is named before it is installed; where it cannot be
+# installed, the target says what follows from that and goes on.
+define system_package
+	@command -v $(1) >/dev/null || { \
+	  echo "$(2) is missing: installing it with apt-get (needs root and a network)"; \
+	  apt-get update -qq && apt-get install -y -qq --no-install-recommends $(2) >/dev/null; \
+	} || echo "$(2) could not be installed here: $(3)"
+endef
+
 # For the targets that need it, and only there: other machines may have neither compiler nor root.
 compiler:
-	@command -v $${CXX:-c++} >/dev/null || { apt-get update -qq && apt-get install -y -qq g++ >/dev/null; }
+	$(call system_package,$${CXX:-c++},g++,without a C++17 compiler no kernel is built and targets that require the kernel stop)
 
 # An installation without the kernel, as `make run` makes it where there is no compiler, is made good.
 compiled: compiler $(VENV)/kernel.stamp
@@ -118,15 +129,18 @@ check: compiler setup compiled
 	$(BIN)/ruff check .
 	$(PYTEST) -n 2 -m "not slow and not long"
 
+test-slow: compiler setup compiled
+	$(PYTEST) -n 2 -m "slow and not long"
+
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror $(wildcard kernel/*.h kernel/*.cpp kernel/tests/*.h kernel/tests/*.cpp bindings/*.h bindings/*.cpp)
+	$(BIN)/clang-format --dry-run --Werror $$(find kernel bindings -name '*.h' -o -name '*.cpp')
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 test-long: compiler $(VENV)/models.stamp compiled
-	command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; }
+	$(call system_package,chromium,chromium,tests that open a browser are skipped)
 	$(PYTEST) -m long
 
 test-all: test test-long sanitize
