@@ -49,7 +49,7 @@ help:
 	@echo "make sanitize  the kernel's own tests under address, undefined-behaviour and thread sanitizers (minutes)"
 	@echo "make mutants   plant faults in a copy, one after another: the tests must find each (minutes)"
 	@echo "make wheel     source distribution and wheel in dist/"
-	@echo "make bench     side-by-side timings against peers, raw JSON in build/"
+	@echo "make bench     side-by-side timings against peers, raw JSON in build/ (OPTIONS=\"--suite square --quick\" passes options on)"
 	@echo "make docs      write the API reference, the notebook's outputs and the README's picture again (minutes)"
 	@echo "make setup     only set up $(VENV) for development"
 	@echo "make clean     remove what the targets made"
@@ -171,7 +171,7 @@ wheel: compiler setup compiled
 
 bench: compiler setup compiled
 	@mkdir -p build
-	$(BIN)/sqrtdk bench --output build/benchmark.json
+	$(BIN)/python -m benchmarks --output build/benchmark.json $(OPTIONS)
 
 docs: setup
 	$(BIN)/python docs/make_api.py

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import typer
 
+from benchmarks.__main__ import app as benchmarks_app
+from benchmarks.benchmark import COMMAND as BENCHMARKS
 from sqrtdk import scales
 from sqrtdk.audit_terminal import print_audit
 from sqrtdk.audits import read_shipped
@@ -27,7 +29,8 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 REFERENCE = ROOT / "docs" / "api.md"  # made from docstrings, whose examples run as doctests
 PAGES = [README, *sorted(page for page in (ROOT / "docs").rglob("*.md") if page != REFERENCE)]
-LINKED = [*PAGES, REFERENCE, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "kernel" / "README.md"]
+FRONT = ("CONTRIBUTING", "CHANGELOG", "SECURITY", "kernel/README")
+LINKED = [*PAGES, REFERENCE, *(ROOT / f"{name}.md" for name in FRONT)]
 
 # Languages of blocks that are not for Python or for sqrtdk's command line.
 OTHER_LANGUAGES = {"sh", "bash", "text"}
@@ -73,10 +76,10 @@ SLOW_COMMANDS = (
     "sqrtdk claims",
     "sqrtdk ablate",
     "sqrtdk report",
-    "sqrtdk bench",
     "sqrtdk audit",
     "sqrtdk draw",
     "sqrtdk serve",  # until Ctrl-C
+    BENCHMARKS,
 )
 
 
@@ -136,6 +139,10 @@ def test_a_block_that_fails_or_prints_something_else_is_seen(tmp_path):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_exist_with_their_options(command):
+    if command.startswith(BENCHMARKS):
+        arguments = shlex.split(command.removeprefix(BENCHMARKS), comments=True)
+        typer.main.get_command(benchmarks_app).make_context(BENCHMARKS, arguments)
+        return
     program, name, *arguments = shlex.split(command, comments=True)
     assert program == "sqrtdk"
     typer.main.get_command(app).commands[name].make_context(name, arguments)
