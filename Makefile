@@ -51,7 +51,7 @@ help:
 	@echo "make lint      ruff, clang-format, mypy, import contracts"
 	@echo "make kernel    only compile the kernel again, if its sources changed"
 	@echo "make sanitize  the kernel's own tests under address, undefined-behaviour and thread sanitizers (minutes)"
-	@echo "make mutants   plant faults in a copy, one after another: the tests must find each (minutes)"
+	@echo "make mutants   plant faults in a copy, one after another: the fast tests must find each (minutes)"
 	@echo "make wheel     source distribution and manylinux wheel in dist/, tried in an environment without the sources (minutes)"
 	@echo "make bench     side-by-side timings against peers, raw JSON in build/ (OPTIONS=\"--suite square --quick\" passes options on)"
 	@echo "make docs      write the API reference, the notebook's outputs and the README's picture again (minutes)"
