@@ -37,7 +37,7 @@ endef
 export LIST_PACKAGES
 
 .DEFAULT_GOAL := help
-.PHONY: help setup kernel run compiler compiled test check lint test-slow test-long test-oldest test-all sanitize mutants wheel bench docs clean
+.PHONY: help setup kernel run compiler compiled test check lint test-slow test-long test-oldest test-all sanitize mutants wheel bench site docs clean
 
 # What is tested, measured or shipped has the kernel: there a build that fails must fail. Elsewhere the package installs as
 # pure Python where it cannot be compiled, and says so.
@@ -54,7 +54,8 @@ help:
 	@echo "make mutants   plant faults in a copy, one after another: the fast tests must find each (minutes)"
 	@echo "make wheel     source distribution and manylinux wheel in dist/, tried in an environment without the sources (minutes)"
 	@echo "make bench     side-by-side timings against peers, raw JSON in build/ (OPTIONS=\"--suite square --quick\" passes options on)"
-	@echo "make docs      write the API reference, the notebook's outputs and the README's picture again (minutes)"
+	@echo "make site      the documentation as a site in build/site, with the API reference and a search that needs no network"
+	@echo "make docs      make site, and write the notebook's outputs and the README's picture again (minutes)"
 	@echo "make setup     only set up $(VENV) for development"
 	@echo "make clean     remove what the targets made"
 
@@ -206,10 +207,23 @@ bench: compiler setup compiled
 	@mkdir -p build
 	$(BIN)/python -m benchmarks --output build/benchmark.json $(OPTIONS)
 
-docs: setup
-	$(BIN)/python docs/make_api.py
+docs: setup site
 	$(BIN)/python docs/make_picture.py
 	$(BIN)/python docs/make_notebook.py
+
+$(VENV)/site.stamp: $(VENV)/dev.stamp
+	$(PIP) mkdocs-material "mkdocstrings[python]"
+	touch $@
+
+# Links and anchors are checked: a broken one is an error.
+site: $(VENV)/site.stamp
+	rm -rf build/pages && mkdir -p build/pages/kernel build/pages/benchmarks
+	cp -r README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md LICENSE docs build/pages
+	cp kernel/README.md build/pages/kernel
+	cp benchmarks/README.md build/pages/benchmarks
+	rm build/pages/docs/*.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	@echo "the documentation is build/site/index.html"
 
 clean:
 	rm -rf $(VENV) build dist $(REPORT) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
