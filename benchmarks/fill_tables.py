@@ -1,9 +1,9 @@
-"""Fill the tables of Markdown documents from benchmarks that `sqrtdk bench --output` wrote.
+"""Fill the tables of Markdown documents from benchmarks that `python -m benchmarks --output` wrote.
 
-    python benchmarks/fill_tables.py benchmarks/peers.json benchmarks/tensors.json docs/performance.md README.md
+    python -m benchmarks.fill_tables benchmarks/peers.json benchmarks/tensors.json docs/performance.md README.md
 
 Files that end in .json are read, the others are written. What a document's tables are called stands in
-`sqrtdk.bench.markdown`.
+`benchmarks/markdown.py`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import json
 import sys
 from pathlib import Path
 
-from sqrtdk.bench.markdown import fill_tables
+from benchmarks.markdown import fill_tables
 from sqrtdk.errors import SqrtdkError
 from sqrtdk.records import Record
 
 
 def main(names: list[str]) -> None:
+    """Fill the documents among these files from the raw results among them."""
     paths = [Path(name) for name in names]
     records = [Record.from_json(json.loads(path.read_text())) for path in paths if path.suffix == ".json"]
     documents = [path for path in paths if path.suffix != ".json"]

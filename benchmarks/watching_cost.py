@@ -1,6 +1,6 @@
-"""What watching costs a model of GPT-2's small size: forward passes, and training steps under `Monitor`.
+"""Time what watching costs a model of GPT-2's small size: forward passes, and training steps under `Monitor`.
 
-    python benchmarks/watching_cost.py --output benchmarks/watching-cost.json
+    python -m benchmarks.watching_cost --output benchmarks/watching-cost.json
 
 Forward passes run plain, under `watch`, under `watch(fuse=True)` and, beside them, with `output_attentions=True` and
 the entropy of the weights that it gives; in turn, in random order. A look every n steps costs (looked − plain) /
@@ -16,14 +16,14 @@ import os
 import platform
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
 
-from sqrtdk.bench.model import ModelCase
+from benchmarks.model import ModelCase
 from sqrtdk.torch import Monitor, watch
 
 
@@ -138,7 +138,7 @@ def main() -> None:
         "cpu": platform.processor() or platform.machine(),
         "cpus": os.cpu_count(),
         "load": os.getloadavg(),
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "versions": {"torch": torch.__version__, "transformers": version("transformers")},
     }
     if given.output is not None:
         given.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -1,6 +1,7 @@
 """Seeded faults: does the suite find each? `python tests/mutants.py` plants one after another in a copy and runs tests.
 
 A mutant that survives is a hole in the tests. The working tree is never touched; the kernel is compiled in the copy.
+The same tests run once without a fault first: on a copy that is broken anyway everything would be found.
 Each names the fast tests that should find it, so that all of them take minutes and not hours.
 """
 
@@ -144,6 +145,111 @@ MUTANTS = [
         "(n * call.groups + g) * rows + row, 0, count",
         ("tests/test_kernel_dropout.py",),
     ),
+    Mutant(
+        "clipping a head with a key of its own takes its factor twice",
+        "src/sqrtdk/torch/qk_clip.py",
+        "own = gamma if is_shared else math.sqrt(gamma)",
+        "own = gamma",
+        ("tests/test_torch_qk_clip.py",),
+    ),
+    Mutant(
+        "clipping forgets the biases",
+        "src/sqrtdk/torch/qk_clip.py",
+        "for stored in (columns.projection.weight, columns.projection.bias):",
+        "for stored in (columns.projection.weight,):",
+        ("tests/test_torch_qk_clip.py",),
+    ),
+    Mutant(
+        "the monitor observes the step after the one that is due",
+        "src/sqrtdk/torch/monitor.py",
+        "self._next % self._every == 0",
+        "self._next % self._every == 1 % self._every",
+        ("tests/test_torch_monitor.py",),
+    ),
+    Mutant(
+        "the monitor writes the mean of the logits' maxima as their maximum",
+        "src/sqrtdk/torch/monitor.py",
+        'summary["max_logit"].largest',
+        'summary["max_logit"].mean',
+        ("tests/test_torch_monitor.py",),
+    ),
+    Mutant(
+        "an alert clears one observation too late",
+        "src/sqrtdk/alerts.py",
+        "if absent + 1 < LOOKS_TO_CLEAR:",
+        "if absent < LOOKS_TO_CLEAR:",
+        ("tests/test_alerts.py",),
+    ),
+    Mutant(
+        "an audit leaves the model in evaluation mode",
+        "src/sqrtdk/torch/audit.py",
+        "module.training = mode",
+        "module.training = False",
+        ("tests/test_torch_audit.py",),
+    ),
+    Mutant(
+        "an audit reads GPT-2's division by the layer's number from the first layer on",
+        "src/sqrtdk/torch/declared.py",
+        "Declaration(value / (index + 1), ",
+        "Declaration(value / max(index, 1), ",
+        ("tests/test_torch_declared.py",),
+    ),
+    Mutant(
+        "two scales are the same within twice what rounding explains",
+        "src/sqrtdk/scale_findings.py",
+        "return abs(one - two) <= tolerance * abs(two)",
+        "return abs(one - two) <= 2 * tolerance * abs(two)",
+        ("tests/test_scale_findings.py",),
+    ),
+    Mutant(
+        "the store takes a failed run for a finished one",
+        "src/sqrtdk/lab/store.py",
+        'if row["status"] != "failed":',
+        "if row:",
+        ("tests/test_lab_store.py",),
+    ),
+    Mutant(
+        "the store reads rows whose checksum does not fit",
+        "src/sqrtdk/lab/store_file.py",
+        "if checksum is not None and checksum != seal(values).encode():",
+        "if checksum is None:",
+        ("tests/test_lab_store.py",),
+    ),
+    Mutant(
+        "the server answers pages of other sites",
+        "src/sqrtdk/web/gate.py",
+        'if origin and origin not in ([f"http://{host}"], [f"https://{host}"]):',
+        "if len(origin) > 1:",
+        ("tests/test_web_gate.py",),
+    ),
+    Mutant(
+        "the server takes the beginning of its token for the token",
+        "src/sqrtdk/web/gate.py",
+        "return hmac.compare_digest(given.encode(), self._token.encode())",
+        "return self._token.startswith(given)",
+        ("tests/test_web_gate.py",),
+    ),
+    Mutant(
+        "the server's cookie can be read by scripts",
+        "src/sqrtdk/web/gate.py",
+        "; Path=/; HttpOnly; SameSite=Strict",
+        "; Path=/; SameSite=Strict",
+        ("tests/test_web_gate.py",),
+    ),
+    Mutant(
+        "a script of the pages writes markup",
+        "src/sqrtdk/web/static/audit.js",
+        '$("head-says").textContent =',
+        '$("head-says").innerHTML =',
+        ("tests/test_web_app.py",),
+    ),
+    Mutant(
+        "the script beside the numbers draws with another seed",
+        "src/sqrtdk/web/vectors.py",
+        "default_rng({asked.seed})",
+        "default_rng({asked.seed + 1})",
+        ("tests/test_web_app.py",),
+    ),
 ]
 
 # The installed package is found by a hook of its own, before any path: the copy must come first.
@@ -222,6 +328,9 @@ def main() -> None:
         ignored = shutil.ignore_patterns(".git", ".venv", "build", "dist", "__pycache__", "*.sqlite*")
         shutil.copytree(ROOT, copy, ignore=ignored)
         shutil.copy(_kernel.__file__, copy / "src/sqrtdk")
+        control = run_tests(copy, tuple(dict.fromkeys(test for mutant in chosen for test in mutant.tests)))
+        if control.returncode != 0:
+            sys.exit(f"without any fault the tests must pass, got\n{control.stdout[-2000:]}{control.stderr[-2000:]}")
         survivors = [mutant.name for mutant in chosen if not try_mutant(copy, mutant)]
     print(f"{len(chosen) - len(survivors)} of {len(chosen)} faults found")
     sys.exit(bool(survivors))

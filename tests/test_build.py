@@ -1,6 +1,7 @@
 """The build: wheels with the kernel, a pure one where the compiler fails and nobody forbade it, levels kept apart."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -134,7 +135,7 @@ def plan(target, *options):
 def test_make_run_needs_neither_root_nor_compiler():
     for target in ("run", "setup", "kernel", "lint"):
         assert "apt-get" not in plan(target), target
-    for target in ("test", "check", "test-long", "sanitize"):
+    for target in ("test", "check", "test-slow", "test-long", "test-oldest", "wheel", "sanitize"):
         lines = plan(target).splitlines()
         (first, *_) = [index for index, line in enumerate(lines) if "apt-get" in line]
         builds = [index for index, line in enumerate(lines) if "-e " in line or "cmake --build" in line]
@@ -146,10 +147,118 @@ def test_make_run_needs_neither_root_nor_compiler():
 def test_the_kernel_is_required_by_what_is_tested_measured_or_shipped(tmp_path):
     probe = tmp_path / "probe.mk"
     targets = {"run": "", "setup": "", "kernel": "", "lint": ""}
-    targets |= dict.fromkeys(("test", "check", "test-long", "sanitize", "wheel", "bench"), "1")
+    targets |= dict.fromkeys(
+        ("test", "check", "test-slow", "test-long", "test-oldest", "sanitize", "wheel", "bench"), "1"
+    )
     # A prerequisite sees the variables of its target, and a dry run shows them expanded.
     probe.write_text(
         f"include Makefile\n{' '.join(targets)}: probe\nprobe:\n\techo required=$(SQRTDK_REQUIRE_KERNEL).\n"
     )
     for target, required in targets.items():
         assert f"required={required}." in plan(target, "-f", str(probe)), target
+
+
+SMALL_TREE = {
+    **dict.fromkeys(("kernel/level.h", "kernel/forward/tile.h", "kernel/tests/compare.h", "kernel/pool.cpp"), ""),
+    **dict.fromkeys(("bindings/arrays.h", "bindings/module.cpp", "src/sqrtdk/call.py"), ""),
+    **dict.fromkeys(("CMakeLists.txt", "pyproject.toml", "constraints.txt"), ""),
+    ".venv/bin/python": "#!/bin/sh\n",
+    ".venv/bin/pip": "#!/bin/sh\necho called >> .venv/calls\n",
+}
+
+
+@pytest.fixture
+def rules(tmp_path):
+    """A small tree under the Makefile's rules, and `make kernel` on it, which returns how often pip was called."""
+    for name, text in SMALL_TREE.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+    shutil.copy(ROOT / "Makefile", tmp_path)
+
+    def make():
+        calls = tmp_path / ".venv/calls"
+        calls.write_text("")
+        done = subprocess.run(["make", "kernel"], cwd=tmp_path, check=True, capture_output=True, text=True, timeout=60)
+        assert not done.stderr
+        return len(calls.read_text().splitlines())
+
+    return tmp_path, make
+
+
+def settle(tree):
+    """Let everything in the tree be of one time that is past: clocks of file systems do not tell two writes apart."""
+    for path in [tree, *tree.rglob("*")]:
+        os.utime(path, (1e9, 1e9))
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make here")
+@pytest.mark.parametrize("name", ["bindings/arrays.h", "kernel/level.h", "kernel/forward/tile.h", "kernel/pool.cpp"])
+def test_a_change_of_any_source_of_the_kernel_installs_it_again_once(rules, name):
+    tree, make = rules
+    assert make() > 0
+    assert make() == 0
+    settle(tree)
+    (tree / name).write_text("changed")
+    assert (make(), make()) == (1, 0)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make here")
+@pytest.mark.parametrize(
+    ("change", "calls"),
+    [
+        (lambda tree: (tree / "kernel/forward/tile.h").rename(tree / "kernel/tile.h"), 1),
+        (lambda tree: (tree / "kernel/level.h").unlink(), 1),
+        (lambda tree: (tree / "src/sqrtdk/summary.py").touch(), 1),
+        (lambda tree: (tree / "kernel/tests/compare.h").write_text("changed"), 0),
+    ],
+    ids=["moved", "removed", "a new module", "a test of the kernel"],
+)
+def test_the_list_of_files_is_part_of_the_installation(rules, change, calls):
+    tree, make = rules
+    for name in ("kernel/forward/tile.h", "kernel/level.h"):
+        (tree / name).write_text(name)
+    make()
+    settle(tree)
+    change(tree)
+    assert make() == calls
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make here")
+@pytest.mark.parametrize("allowed", [True, False])
+def test_system_packages_are_announced_and_going_without_one_is_said(tmp_path, allowed):
+    apt = tmp_path / "apt-get"
+    apt.write_text(f"#!/bin/sh\necho apt-get $1 $6 >&2\nexit {0 if allowed else 100}\n")
+    apt.chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CXX": "no-such-compiler"}
+    done = subprocess.run(
+        ["make", "-s", "compiler"],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0
+    said, *rest = done.stdout.splitlines()
+    assert said == "g++ is missing: installing it with apt-get (needs root and a network)"
+    if allowed:
+        assert [line.split()[:2] for line in rest] == [["apt-get", "update"], ["apt-get", "install"]]
+    else:
+        assert rest[0].startswith("apt-get update")
+        assert rest[1].startswith("g++ could not be installed here: without a C++17 compiler no kernel is built")
+
+
+def test_ci_runs_its_layers_from_cheap_to_dear_and_no_test_twice():
+    script = (ROOT / ".ci" / "run").read_text()
+    (layers,) = re.findall(r"^for layer in (.*); do$", script, re.MULTILINE)
+    assert layers.split() == ["lint", "check", "site", "test-slow", "test-long", "test-oldest", "wheel", "sanitize"]
+    marks = {}
+    for layer in layers.split():
+        marks[layer] = re.findall(r'pytest.* -m "?([a-z ]+)"?$', plan(layer), re.MULTILINE)
+    assert marks.pop("lint") == marks.pop("site") == marks.pop("wheel") == marks.pop("sanitize") == []
+    del marks["test-oldest"]  # tests of the long layer, on another release of transformers
+    assert list(marks.values()) == [["not slow and not long"], ["slow and not long"], ["long"]]
+    assert re.findall(r'pytest.* -m "([a-z ]+)"$', plan("test"), re.MULTILINE) == ["not long"]

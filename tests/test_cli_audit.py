@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 
+from browser import find_chromium
 from heads_of_models import fresh_heads, head_at_offset
 from sqrtdk import audit_terminal, cli
 from sqrtdk.audits import Audit, AuditedHead, AuditedScale, compare, read_shipped
@@ -149,7 +150,7 @@ def test_a_narrow_page_does_not_scroll_sideways(tmp_path):
     (tmp_path / "outer.html").write_text(f"<body>{frame}</iframe></body>", encoding="utf-8")
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files", "--dump-dom"]
     done = subprocess.run(
-        ["chromium", *flags, f"--user-data-dir={tmp_path / 'profile'}", (tmp_path / "outer.html").as_uri()],
+        [find_chromium(), *flags, f"--user-data-dir={tmp_path / 'profile'}", (tmp_path / "outer.html").as_uri()],
         capture_output=True,
         text=True,
         timeout=120,

@@ -16,7 +16,7 @@ EXAMPLES = [
     if line
 ]
 # These train models, measure for minutes, or take a file that has to be there.
-SLOW = ("claims", "ablate", "report", "bench", "audit", "draw", "zoo --family")
+SLOW = ("claims", "ablate", "report", "audit", "draw", "zoo --family")
 
 
 def show_help(capsys, *arguments):
@@ -35,7 +35,7 @@ def test_the_help_groups_commands_by_what_a_user_wants(capsys):
     assert shown["Diagnose a model"] == ["audit", "zoo"]
     assert shown["Experiment"] == ["ablate", "scales"]
     assert {"report", "draw"} <= set(shown["Look"])
-    assert shown["This machine"] == ["info", "bench"]
+    assert shown["This machine"] == ["info"]
     assert {name for names in shown.values() for name in names} == set(COMMANDS)
 
 

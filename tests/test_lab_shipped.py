@@ -54,6 +54,7 @@ def test_its_tables_and_sentences_follow_from_its_runs():
     assert load_ablation().reading[-3:] == read_ablation(Recall(), tables["best"], comparisons, SHIPPED)[-3:]
 
 
+@pytest.mark.tree
 def test_the_table_of_the_docs_is_the_record():
     text = (Path(__file__).parents[1] / "docs" / "experiments.md").read_text(encoding="utf-8")
     cells = {}

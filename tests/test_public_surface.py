@@ -96,9 +96,12 @@ def test_all_policies_are_public():
     assert {kind.__name__ for kind in ours} <= {*sqrtdk.scales.__all__}
 
 
+@pytest.mark.tree
 def test_the_version_is_that_of_the_package():
-    declared = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["version"]
+    root = Path(__file__).parents[1]
+    declared = tomllib.loads((root / "pyproject.toml").read_text())["project"]["version"]
     assert sqrtdk.__version__ == declared
+    assert f"\nversion: {declared}\n" in (root / "CITATION.cff").read_text()
     with pytest.raises(AttributeError, match="module 'sqrtdk' has no attribute 'nonsense'"):
         sqrtdk.nonsense  # noqa: B018
 

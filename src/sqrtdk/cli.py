@@ -6,7 +6,7 @@ import inspect
 import os
 import sys
 import warnings
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -61,9 +61,10 @@ for _panel, _group in GROUPS.items():
 _INTERRUPTED = 130
 
 
-def _list_options() -> set[str]:
+def _list_options(program: typer.Typer) -> set[str]:
     """Every long option of every command."""
-    commands = typer.main.get_command(app).commands.values()  # type: ignore[attr-defined]
+    whole = typer.main.get_command(program)
+    commands = getattr(whole, "commands", {"": whole}).values()
     return {name for command in commands for option in command.params for name in option.opts if name[:2] == "--"}
 
 
@@ -82,6 +83,11 @@ def _show_warnings_as_lines() -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; wrong input ends with one line on stderr and exit code 2."""
+    run_app(app, "sqrtdk", arguments)
+
+
+def run_app(program: typer.Typer, name: str, arguments: list[str] | None) -> NoReturn:
+    """Run a program of commands; errors are one line on stderr, exit code 2 for wrong input and 1 for the system."""
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the process ends
     if sys.stdout is None:
@@ -89,9 +95,9 @@ def main(arguments: list[str] | None = None) -> None:
     never_fail(sys.stdout, sys.stderr)
     _show_warnings_as_lines()
     try:
-        code = app(args=arguments, standalone_mode=False, prog_name="sqrtdk")
+        code = program(args=arguments, standalone_mode=False, prog_name=name)
     except SqrtdkError as error:
-        fail(name_options(str(error), _list_options()), 2)
+        fail(name_options(str(error), _list_options(program)), 2)
     except OSError as error:  # a full disk, a file that is gone: nothing that a traceback would explain
         fail(str(error), 1)
     except Exception as error:

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from sqrtdk.bench.cases import Case
-from sqrtdk.bench.contender import (
+from benchmarks.cases import Case
+from benchmarks.contender import (
     PLAIN,
     SUBJECTS,
     TENSORS,
@@ -19,9 +19,9 @@ from sqrtdk.bench.contender import (
     WITH_STATISTICS,
     WITHOUT_MASK,
 )
-from sqrtdk.bench.memory import Peak
-from sqrtdk.bench.task import Array
-from sqrtdk.bench.timing import Measurement, Ratio, is_enough
+from benchmarks.memory import Peak
+from benchmarks.task import Array
+from benchmarks.timing import Measurement, Ratio, is_enough
 from sqrtdk.display import count
 from sqrtdk.records import Record
 

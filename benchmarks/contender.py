@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from sqrtdk.bench.task import Answer
+from benchmarks.task import Answer
 
 PLAIN = "sqrtdk"
 WITH_STATISTICS = "sqrtdk with statistics"

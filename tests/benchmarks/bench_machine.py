@@ -1,8 +1,8 @@
 """A machine for tests of the benchmark whose speed is written down, and measurements made up on it."""
 
-from sqrtdk.bench.cases import Case
-from sqrtdk.bench.probes import Probe, Prober
-from sqrtdk.bench.timing import Measurement
+from benchmarks.cases import Case
+from benchmarks.probes import Probe, Prober
+from benchmarks.timing import Measurement
 
 FULL = Case("test", "full", 2, 2, 9, 8)
 GOOD, BAD = Probe(100.0, 100.0, 10.0), Probe(50.0, 100.0, 10.0)

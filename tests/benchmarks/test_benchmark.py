@@ -9,15 +9,15 @@ import pytest
 
 import sqrtdk
 from bench_machine import BAD, FULL, GOOD, Script, measured
+from benchmarks import benchmark, contender, memory, run_benchmark, suites, tabulation, timing, write_raw
+from benchmarks.__main__ import main
+from benchmarks.cases import Case
+from benchmarks.contender import Contender, NotForThisCaseError
+from benchmarks.contenders import find_contender
+from benchmarks.probes import LEAST_SHARES, Probe, Prober, is_steady
+from benchmarks.task import Answer
+from benchmarks.tensors import BackwardCase
 from sqrtdk import backends
-from sqrtdk.bench import benchmark, contender, memory, run_benchmark, suites, tabulation, timing, write_raw
-from sqrtdk.bench.cases import Case
-from sqrtdk.bench.contender import Contender, NotForThisCaseError
-from sqrtdk.bench.contenders import find_contender
-from sqrtdk.bench.probes import LEAST_SHARES, Probe, Prober, is_steady
-from sqrtdk.bench.task import Answer
-from sqrtdk.bench.tensors import BackwardCase
-from sqrtdk.cli import main
 from sqrtdk.errors import InvalidValueError
 from sqrtdk.report import figure_for
 from sqrtdk.report.panels import Line, Points
@@ -324,7 +324,7 @@ def test_a_run_keeps_every_timing(tiny):
     assert record.spec["threads"] == 1
     assert record.spec["backend"] == "reference"
     assert record.spec["command"].startswith(
-        "sqrtdk bench --suite square,statistics,real,overhead,tensors,bfloat16 --rounds 5 --thr"
+        "python -m benchmarks --suite square,statistics,real,overhead,tensors,bfloat16 --rounds 5 --thr"
     )
     content = json.loads(json.dumps(record.as_json()))
     assert content["cpu"]
@@ -353,7 +353,7 @@ def test_missing_peers_are_named(tiny, monkeypatch):
 
 
 def test_cases_are_chosen_by_a_part_of_their_name(tiny):
-    from sqrtdk.bench.suites import choose_suites
+    from benchmarks.suites import choose_suites
 
     names = [case.name for suite in choose_suites(None) for case in suite.cases]
     part = names[0][-4:]
@@ -429,7 +429,7 @@ def test_nothing_is_not_drawn(tiny):
 def test_a_busy_machine_is_said_and_is_an_error(tiny, monkeypatch, capsys, tmp_path, as_json):
     monkeypatch.setattr(benchmark, "Prober", lambda level, threads: Script(*[GOOD, BAD] * 50))
     raw, figure = tmp_path / "bench.json", tmp_path / "bench.png"
-    line = f"bench --suite overhead --rounds 5 --backend reference --output {raw} --plot {figure}"
+    line = f"--suite overhead --rounds 5 --backend reference --output {raw} --plot {figure}"
     with pytest.raises(SystemExit) as ended:
         main([*line.split(), *(["--json"] if as_json else [])])
     out, err = capsys.readouterr()
@@ -448,7 +448,7 @@ def test_a_busy_machine_is_said_and_is_an_error(tiny, monkeypatch, capsys, tmp_p
 def test_command_writes_json_and_figure(tiny, capsys, tmp_path):
     pytest.importorskip("matplotlib")
     raw, figure = tmp_path / "bench.json", tmp_path / "bench.png"
-    line = f"bench --suite overhead --rounds 5 --backend reference --output {raw} --plot {figure} --json"
+    line = f"--suite overhead --rounds 5 --backend reference --output {raw} --plot {figure} --json"
     with pytest.raises(SystemExit) as ended:
         main(line.split())
     assert not ended.value.code
@@ -459,7 +459,7 @@ def test_command_writes_json_and_figure(tiny, capsys, tmp_path):
     assert written["ratios"] == printed["ratios"]
     assert figure.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SystemExit):
-        main(["bench", "--suite", "overhead", "--rounds", "5"])
+        main(["--suite", "overhead", "--rounds", "5"])
     assert "overhead case" in capsys.readouterr().out
 
 
@@ -479,15 +479,15 @@ def test_command_writes_json_and_figure(tiny, capsys, tmp_path):
 )
 def test_wrong_options_are_one_line(arguments, message, capsys):
     with pytest.raises(SystemExit) as ended:
-        main(["bench", *arguments])
+        main(arguments)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
 
 
 def test_help_has_an_example(capsys):
     with pytest.raises(SystemExit):
-        main(["bench", "--help"])
-    assert "sqrtdk bench --suite" in " ".join(capsys.readouterr().out.split())
+        main(["--help"])
+    assert "python -m benchmarks --suite" in " ".join(capsys.readouterr().out.split())
 
 
 def test_raw_file_replaces_the_old_one_whole(tiny, tmp_path):

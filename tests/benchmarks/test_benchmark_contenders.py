@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 import sqrtdk
+from benchmarks import by_hand, contenders, peers, suites
+from benchmarks.cases import Case
+from benchmarks.contender import NotForThisCaseError
+from benchmarks.contenders import find_contender
 from sqrtdk import backends
-from sqrtdk.bench import by_hand, contenders, peers, suites
-from sqrtdk.bench.cases import Case
-from sqrtdk.bench.contender import NotForThisCaseError
-from sqrtdk.bench.contenders import find_contender
 
 CASES = [
     Case("test", "full", 2, 2, 9, 8),

@@ -13,8 +13,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from sqrtdk.bench.contender import MODEL, MODEL_PEERS, Contender, NotForThisCaseError, Run
-from sqrtdk.bench.task import Answer, Array, Errors, Truth
+from benchmarks.contender import MODEL, MODEL_PEERS, Contender, NotForThisCaseError, Run
+from benchmarks.task import Answer, Array, Errors, Truth
 from sqrtdk.errors import MissingExtraError
 
 # Logits are checked at this many tokens of the last sequence, the first ones: the model is causal, so the rest of the

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.markdown import fill_tables, write_tables
 from example_records import make_bench
-from sqrtdk.bench.markdown import fill_tables, write_tables
 from sqrtdk.errors import InvalidValueError
 
 DOCUMENT = (
     "# Title\n\n<!-- bench: square -->\nold\n<!-- end -->\n\nBetween.\n\n<!-- bench: peers -->\nkept\n<!-- end -->\n"
 )
-SCRIPT = Path(__file__).parent.parent / "benchmarks" / "fill_tables.py"
+ROOT = Path(__file__).parents[2]
 
 
 def test_every_ratio_of_a_case_stands_in_its_row():
@@ -61,5 +61,5 @@ def test_the_script_fills_files(tmp_path):
     raw, document = tmp_path / "bench.json", tmp_path / "page.md"
     raw.write_text(json.dumps(make_bench().as_json()))
     document.write_text(DOCUMENT)
-    subprocess.run([sys.executable, SCRIPT, raw, document], check=True)
+    subprocess.run([sys.executable, "-m", "benchmarks.fill_tables", raw, document], cwd=ROOT, check=True)
     assert "**0.90**" in document.read_text()

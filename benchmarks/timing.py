@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sqrtdk.bench.contender import (
+from benchmarks.contender import (
     SUBJECTS,
     WITHOUT_MASK,
     Contender,
@@ -20,8 +20,8 @@ from sqrtdk.bench.contender import (
     RemoteRun,
     Run,
 )
-from sqrtdk.bench.probes import Probe, Prober, is_steady
-from sqrtdk.bench.task import LARGEST_ERRORS, Array, Task
+from benchmarks.probes import Probe, Prober, is_steady
+from benchmarks.task import LARGEST_ERRORS, Array, Task
 
 # A timing lasts at least this long, so that the clock and the loop around the call do not show.
 _LEAST_SECONDS = 0.002

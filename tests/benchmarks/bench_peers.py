@@ -9,8 +9,8 @@ import time
 import numpy as np
 
 import sqrtdk
-from sqrtdk.bench.contender import Contender, NotForThisCaseError
-from sqrtdk.bench.task import Answer
+from benchmarks.contender import Contender, NotForThisCaseError
+from benchmarks.task import Answer
 
 SECONDS = 0.01
 

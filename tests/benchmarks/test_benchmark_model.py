@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from bench_machine import GOOD, Script
+from benchmarks import benchmark, contender, run_benchmark, suites, timing
+from benchmarks.cases import Case
+from benchmarks.contender import MODEL, MODEL_PEERS
+from benchmarks.contenders import find_contender
+from benchmarks.model import LogitTruth, ModelCase
+from benchmarks.task import Answer
 from sqrtdk import backends
-from sqrtdk.bench import benchmark, contender, run_benchmark, suites, timing
-from sqrtdk.bench.cases import Case
-from sqrtdk.bench.contender import MODEL, MODEL_PEERS
-from sqrtdk.bench.contenders import find_contender
-from sqrtdk.bench.model import LogitTruth, ModelCase
-from sqrtdk.bench.task import Answer
 from sqrtdk.errors import MissingExtraError
 
 TINY = ModelCase(2, 12, "tiny", layers=1, heads=2, width=16, vocabulary=50)
@@ -134,7 +134,7 @@ def test_weights_are_shared_and_the_random_stream_is_untouched(transformers):
 def test_another_scale_or_no_causal_mask_shows(transformers):
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    from sqrtdk.bench.model import _prepare
+    from benchmarks.model import _prepare
     from sqrtdk.torch.huggingface import attend, make_mask
 
     right = find_contender(MODEL)

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sqrtdk.bench.cases import Inputs
-from sqrtdk.bench.task import Array
+from benchmarks.cases import Inputs
+from benchmarks.task import Array
 
 # Queries in one block of the second pass; n×256 logits of a head stay in the cache up to some thousand keys.
 BLOCK = 256

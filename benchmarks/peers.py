@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from sqrtdk.bench.cases import Case, Inputs, narrow_to_bfloat16, widen_bfloat16
-from sqrtdk.bench.contender import PEERS, Contender, NotForThisCaseError, Run
-from sqrtdk.bench.task import Answer, Array
-from sqrtdk.bench.tensors import tensors_of
+from benchmarks.cases import Case, Inputs, narrow_to_bfloat16, widen_bfloat16
+from benchmarks.contender import PEERS, Contender, NotForThisCaseError, Run
+from benchmarks.task import Answer, Array
+from benchmarks.tensors import tensors_of
 
 Prepare = Callable[[Case, Inputs, int], Run]
 

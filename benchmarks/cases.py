@@ -10,9 +10,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from benchmarks.task import Answer, Array, Errors, Truth
 from sqrtdk import backends
 from sqrtdk.attention import attention
-from sqrtdk.bench.task import Answer, Array, Errors, Truth
 
 # Errors are taken over this many queries of every head: the truth in float64 is slow, and rows are independent.
 CHECKED_ROWS = 128

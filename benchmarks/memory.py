@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.cases import Case
+from benchmarks.contender import Contender
+from benchmarks.contenders import MATRICES, find_contender
 from sqrtdk import backends
-from sqrtdk.bench.cases import Case
-from sqrtdk.bench.contender import Contender
-from sqrtdk.bench.contenders import MATRICES, find_contender
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 # Contenders that hold the n×n matrix hold it about so often: logits, weights and temporaries, in float32.
@@ -48,7 +48,7 @@ def measure_peak(contender: Contender, n: int, threads: int) -> Peak:
     if contender.name in MATRICES and needed > _free_bytes():
         return Peak(contender.name, n, None, f"needs about {needed / 2**30:.0f} GiB, more than is free")
     task = {"contender": contender.name, "n": n, "threads": threads, "backend": backends.current()}
-    call = "import sys; from sqrtdk.bench.memory import print_peak; print_peak(sys.argv[1])"
+    call = "import sys; from benchmarks.memory import print_peak; print_peak(sys.argv[1])"
     command = [sys.executable, "-c", call, json.dumps(task)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_SECONDS)
     if done.returncode != 0:

@@ -16,17 +16,17 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
 
+from benchmarks.contender import Contender, NotForThisCaseError, PeerError, Run
+from benchmarks.task import Answer
+from benchmarks.timing import describe_error, time_run
 from sqrtdk import backends
-from sqrtdk.bench.contender import Contender, NotForThisCaseError, PeerError, Run
-from sqrtdk.bench.task import Answer
-from sqrtdk.bench.timing import describe_error, time_run
 
 # Importing, compiling and the first call; then one timing.
 PREPARING_SECONDS, TIMING_SECONDS = 300.0, 120.0
 _ENDING_SECONDS = 5.0
 _PR_SET_PDEATHSIG = 1
 # Where a process looks its contender up: a module and a function in it.
-FINDER = "sqrtdk.bench.contenders:find_contender"
+FINDER = "benchmarks.contenders:find_contender"
 
 
 class Guest:
@@ -80,7 +80,7 @@ class Guest:
         ours, theirs = socket.socketpair()
         with theirs:
             number = theirs.fileno()
-            call = "import sys; from sqrtdk.bench.apart import serve; serve(int(sys.argv[1]))"
+            call = "import sys; from benchmarks.apart import serve; serve(int(sys.argv[1]))"
             self._process = subprocess.Popen(
                 [sys.executable, "-c", call, str(number)],
                 pass_fds=[number],

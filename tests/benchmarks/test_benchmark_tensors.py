@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from bench_machine import GOOD, Script, measured
+from benchmarks import suites, tabulation, timing
+from benchmarks.cases import Case
+from benchmarks.contenders import find_contender
+from benchmarks.tensors import BackwardCase, RecordedCase
 from sqrtdk import backends
-from sqrtdk.bench import suites, tabulation, timing
-from sqrtdk.bench.cases import Case
-from sqrtdk.bench.contenders import find_contender
-from sqrtdk.bench.tensors import BackwardCase, RecordedCase
 from sqrtdk.report import figure_for
 
 torch = pytest.importorskip("torch")

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from bench_machine import GOOD, Script, measured
-from sqrtdk.bench import benchmark, run_benchmark, suites, tabulation, timing
-from sqrtdk.bench.contender import TRAINING, TRAINING_PEER, TRAINING_WITH_STATISTICS
-from sqrtdk.bench.contenders import find_contender
-from sqrtdk.bench.task import Answer
-from sqrtdk.bench.training import TrainingCase, TrainingTruth
+from benchmarks import benchmark, run_benchmark, suites, tabulation, timing
+from benchmarks.contender import TRAINING, TRAINING_PEER, TRAINING_WITH_STATISTICS
+from benchmarks.contenders import find_contender
+from benchmarks.task import Answer
+from benchmarks.training import TrainingCase, TrainingTruth
 
 TINY = TrainingCase(2, 12, "tiny", layers=1, heads=2, width=16, vocabulary=50)
 EVERYONE = (TRAINING, TRAINING_WITH_STATISTICS, TRAINING_PEER)

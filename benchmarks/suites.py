@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from sqrtdk.bench.cases import Case
-from sqrtdk.bench.contender import (
+from benchmarks.cases import Case
+from benchmarks.contender import (
     MODEL,
     MODEL_PEERS,
     PEERS,
@@ -26,11 +26,11 @@ from sqrtdk.bench.contender import (
     WITH_STATISTICS,
     WITHOUT_MASK,
 )
-from sqrtdk.bench.contenders import BY_HAND, MATRICES
-from sqrtdk.bench.model import ModelCase
-from sqrtdk.bench.task import Task
-from sqrtdk.bench.tensors import BackwardCase, RecordedCase
-from sqrtdk.bench.training import TrainingCase
+from benchmarks.contenders import BY_HAND, MATRICES
+from benchmarks.model import ModelCase
+from benchmarks.task import Task
+from benchmarks.tensors import BackwardCase, RecordedCase
+from benchmarks.training import TrainingCase
 from sqrtdk.errors import InvalidValueError, unknown_name
 
 _SQUARES = ((8, 8, 128, 64), (1, 8, 512, 64), (1, 8, 2048, 64), (1, 4, 4096, 128))

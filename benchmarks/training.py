@@ -14,9 +14,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from sqrtdk.bench.contender import TRAINING, TRAINING_PEER, TRAINING_WITH_STATISTICS, Contender, Run
-from sqrtdk.bench.model import ModelCase, ModelInputs, register_sqrtdk
-from sqrtdk.bench.task import Answer, Array, Errors, Truth
+from benchmarks.contender import TRAINING, TRAINING_PEER, TRAINING_WITH_STATISTICS, Contender, Run
+from benchmarks.model import ModelCase, ModelInputs, register_sqrtdk
+from benchmarks.task import Answer, Array, Errors, Truth
 
 # The gradient is checked on so many tokens of the last sequence.
 CHECKED_TOKENS = 64

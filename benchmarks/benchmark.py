@@ -14,20 +14,21 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import tabulation
+from benchmarks.apart import Guest
+from benchmarks.contender import Contender
+from benchmarks.contenders import find_contender, peer_versions
+from benchmarks.memory import Peak, measure_peak
+from benchmarks.probes import Probe, Prober, best_of
+from benchmarks.suites import Suite, choose_suites, memory_lengths
+from benchmarks.timing import FEWEST_ROUNDS, Measurement, measure
 from sqrtdk import backends
-from sqrtdk.bench import tabulation
-from sqrtdk.bench.apart import Guest
-from sqrtdk.bench.contender import Contender
-from sqrtdk.bench.contenders import find_contender, peer_versions
-from sqrtdk.bench.memory import Peak, measure_peak
-from sqrtdk.bench.probes import Probe, Prober, best_of
-from sqrtdk.bench.suites import Suite, choose_suites, memory_lengths
-from sqrtdk.bench.timing import FEWEST_ROUNDS, Measurement, measure
 from sqrtdk.display import count
 from sqrtdk.errors import FallbackWarning, InvalidValueError
 from sqrtdk.records import Record, cpu_name
 from sqrtdk.report.files import write_whole
 
+COMMAND = "python -m benchmarks"
 DEFAULT_ROUNDS, QUICK_ROUNDS = 15, 7
 _FIRST_PROBES = 5
 
@@ -127,7 +128,7 @@ def _name_command(suites: Sequence[str], setting: _Setting, seed: int) -> str:
     quick = " --quick" if setting.quick else ""
     case = "" if setting.case is None else f" --case {shlex.quote(setting.case)}"
     return (
-        f"sqrtdk bench --suite {','.join(suites)}{case} --rounds {setting.rounds} --threads {setting.threads} "
+        f"{COMMAND} --suite {','.join(suites)}{case} --rounds {setting.rounds} --threads {setting.threads} "
         f"--backend {setting.level} --seed {seed}{quick}"
     )
 

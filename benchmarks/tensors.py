@@ -8,10 +8,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from sqrtdk import backends
-from sqrtdk.attention import attention_gradients
-from sqrtdk.bench.cases import Case, Inputs
-from sqrtdk.bench.contender import (
+from benchmarks.cases import Case, Inputs
+from benchmarks.contender import (
     TENSORS,
     TENSORS_BACKWARD,
     TENSORS_RECORDED,
@@ -22,7 +20,9 @@ from sqrtdk.bench.contender import (
     Contender,
     Run,
 )
-from sqrtdk.bench.task import Answer, Array, Errors, Truth
+from benchmarks.task import Answer, Array, Errors, Truth
+from sqrtdk import backends
+from sqrtdk.attention import attention_gradients
 
 # q, k, v to what is computed of them.
 Attend = Callable[[Any, Any, Any], Any]

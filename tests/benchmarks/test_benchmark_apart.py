@@ -11,11 +11,11 @@ import pytest
 import bench_peers
 import sqrtdk
 from bench_machine import FULL, GOOD, Script
+from benchmarks import apart, benchmark, run_benchmark, suites, timing
+from benchmarks.apart import Guest
+from benchmarks.cases import Case
+from benchmarks.contender import TENSORS, TORCH, PeerError
 from sqrtdk import backends
-from sqrtdk.bench import apart, benchmark, run_benchmark, suites, timing
-from sqrtdk.bench.apart import Guest
-from sqrtdk.bench.cases import Case
-from sqrtdk.bench.contender import TENSORS, TORCH, PeerError
 
 FINDER = "bench_peers:find_contender"
 

@@ -10,10 +10,9 @@ from importlib import metadata
 
 import numpy as np
 
-from sqrtdk.attention import Attention, attention
-from sqrtdk.bench import by_hand
-from sqrtdk.bench.cases import Case, Inputs
-from sqrtdk.bench.contender import (
+from benchmarks import by_hand
+from benchmarks.cases import Case, Inputs
+from benchmarks.contender import (
     PLAIN,
     WITH_STATISTICS,
     WITHOUT_MASK,
@@ -21,11 +20,12 @@ from sqrtdk.bench.contender import (
     NotForThisCaseError,
     Run,
 )
-from sqrtdk.bench.model import MODEL_CONTENDERS
-from sqrtdk.bench.peers import PEER_CONTENDERS
-from sqrtdk.bench.task import Answer
-from sqrtdk.bench.tensors import TENSOR_CONTENDERS, tensor_of, tensors_of
-from sqrtdk.bench.training import TRAINING_CONTENDERS
+from benchmarks.model import MODEL_CONTENDERS
+from benchmarks.peers import PEER_CONTENDERS
+from benchmarks.task import Answer
+from benchmarks.tensors import TENSOR_CONTENDERS, tensor_of, tensors_of
+from benchmarks.training import TRAINING_CONTENDERS
+from sqrtdk.attention import Attention, attention
 from sqrtdk.errors import unknown_name
 
 
