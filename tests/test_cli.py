@@ -279,7 +279,6 @@ def test_closed_streams_are_no_traceback():
         (["explain", "--n", "1000000000"], ": --n times --d-k must not exceed 67108864, got 64000000000"),
         (["report", "--output", "no/such/place/r.html"], ": --output must lie in an existing directory"),
         (["report", "--output", "report.png"], ": --output must end in .html, got 'report.png'"),
-        (["claims", "--plot", "claims.pdf"], ": --plot must end in .png, .svg, .html, got 'claims.pdf'"),
         (["claims", "op", "--json", "--markdown"], "--json and --markdown exclude each other"),
         (
             ["claims", "grad.learning", "--no-training"],

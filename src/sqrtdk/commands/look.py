@@ -48,7 +48,7 @@ def report(
     """Why √dₖ, as a story on one self-contained page: the answer, sliders, every finding, real models, the claims."""
     from sqrtdk import terminal
     from sqrtdk.report import require_page, write_report
-    from sqrtdk.report_records import TRAINED, ModelAudit, can_train, compute_records, list_topics
+    from sqrtdk.report_records import Gathered, can_train, gather, list_topics, load_shipped
 
     topics = list_topics(only)
     with naming("--output"):
@@ -56,32 +56,21 @@ def report(
     if source and store is not None:
         raise InvalidValueError("--from and --store exclude each other, got both")
     runs = seeds if seeds is not None else 8 if full else 3
-    audit = None
     if source:
-        from sqrtdk.families import load_zoo
-        from sqrtdk.lab.shipped import load_ablation
-
-        records = [
-            load_zoo(),
-            load_ablation(),
-            *(record for path in source for record in _read_records(path, "--from")),
-        ]
+        told = [record for path in source for record in _read_records(path, "--from")]
+        gathered = Gathered([*load_shipped(), *told], None, {})
         command = "sqrtdk report " + " ".join(f"--from {path}" for path in source)
     else:
-        with ModelAudit(wanted=only is None or "models" in only) as model:
-            with gathering(seed, runs, steps, store, workers) as (evidence, bar):
-                if {"claims", *TRAINED} & set(topics) and not len(evidence.lab.store):
-                    evidence.lab.prepare()
-                records = compute_records(topics, evidence, bar.show)
-            audit = model.result()
+        with gathering(seed, runs, steps, store, workers) as (evidence, bar):
+            gathered = gather(topics, evidence, bar.show)
         command = f"sqrtdk report --seed {seed} --seeds {runs} --steps {steps}"
         if not can_train() and only is None:
             print(f"sqrtdk: what has to be trained is left out: {missing_extra('torch', 'torch')}", file=sys.stderr)
-    written = write_report(records, output, command=command, only=only, full=full, audit=audit)
+    written = write_report(path=output, command=command, only=only, full=full, **gathered._asdict())
     if json:
-        terminal.write_json([record.as_json() for record in records])
+        terminal.write_json([record.as_json() for record in gathered.records])
     else:
-        terminal.print_summary(records, written)
+        terminal.print_summary(gathered.records, written)
     if open_page:
         import webbrowser
 

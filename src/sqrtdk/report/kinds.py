@@ -9,7 +9,6 @@ from sqrtdk.errors import unknown_name
 from sqrtdk.records import Record
 from sqrtdk.report import (
     bench_figures,
-    claim_figures,
     exercise_figures,
     gradient_figures,
     learning_figures,
@@ -56,8 +55,7 @@ CLAIM_COLUMNS = ("id", "source", "claimed", "computed", "verdict", "why")
 KINDS: dict[str, Kind] = {
     "claims": Kind(
         {"claims": ("id", "source", "verdict", "claimed", "computed", "why")},
-        claim_figures.show_claims,
-        "What the texts claim",
+        title="What the texts claim",
     ),
     "condensation": Kind(
         {
