@@ -91,7 +91,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         code = app(args=arguments, standalone_mode=False, prog_name="sqrtdk")
     except SqrtdkError as error:
-        fail(name_options(str(error), _list_options()), 2)
+        fail(name_options(error, _list_options()), 2)
     except OSError as error:  # a full disk, a file that is gone: nothing that a traceback would explain
         fail(str(error), 1)
     except Exception as error:

@@ -127,7 +127,7 @@ class Record:
             object.__setattr__(self, name, plain(getattr(self, name)))
         taken = sorted(set(_OWN_FIELDS) & set(self.tables))
         if taken:
-            raise InvalidValueError(f"tables must not be named like the record's own fields, got {taken}")
+            raise InvalidValueError("tables", f"must not be named like the record's own fields, got {taken}")
 
     def __repr__(self) -> str:
         return "\n".join([self._title(), *self.reading])
@@ -176,14 +176,14 @@ class Record:
             InvalidValueError: it is no record, or one of another schema version.
         """
         if not isinstance(content, Mapping):
-            raise InvalidTypeError(f"content must be a record as JSON, got {type(content).__name__}")
+            raise InvalidTypeError("content", f"must be a record as JSON, got {type(content).__name__}")
         if content.get("schema_version") != SCHEMA_VERSION:
             raise InvalidValueError(
-                f"content must be a record of schema version {SCHEMA_VERSION}, got {content.get('schema_version')!r}"
+                "content", f"must be a record of schema version {SCHEMA_VERSION}, got {content.get('schema_version')!r}"
             )
         missing = [name for name in ("kind", "spec", "versions", "cpu", "reading", "headline") if name not in content]
         if missing:
-            raise InvalidValueError(f"content must be a record, got one without {', '.join(missing)}")
+            raise InvalidValueError("content", f"must be a record, got one without {', '.join(missing)}")
         own = {name: content[name] for name in _OWN_FIELDS if name in content}
         del own["schema_version"]
         own.pop("spec_hash", None)

@@ -11,7 +11,7 @@ import typer
 
 from sqrtdk.commands.flags import Json, Seed, Store, Workers, examples
 from sqrtdk.commands.presenting import draw_figure, gathering, require_drawable
-from sqrtdk.errors import InvalidValueError, SqrtdkError, missing_extra
+from sqrtdk.errors import InvalidValueError, missing_extra
 from sqrtdk.options import naming
 from sqrtdk.records import Record, read_bounded
 
@@ -115,14 +115,14 @@ def draw(
     drawable = [record for record in records if record.kind in figure_kinds()]
     if not drawable:
         wanted = "with a figure" if kind is None else f"of kind {kind!r}"
-        raise InvalidValueError(f"SOURCE must hold a record {wanted}, got none in {source}")
+        raise InvalidValueError("SOURCE", f"must hold a record {wanted}, got none in {source}")
     draw_figure(drawable[-1], output)
 
 
 def _read_records(source: Path, name: str = "SOURCE") -> list[Record]:
     """The finished records of a store, or those of a JSON file."""
     if not source.is_file():
-        raise InvalidValueError(f"{name} must be a file, got {source}")
+        raise InvalidValueError(name, f"must be a file, got {source}")
     with source.open("rb") as file:
         is_json = file.read(1) in (b"{", b"[")
     if is_json:
@@ -130,11 +130,8 @@ def _read_records(source: Path, name: str = "SOURCE") -> list[Record]:
             content = json_module.loads(read_bounded(source, _MOST_BYTES).decode())
             return [Record.from_json(one) for one in (content if isinstance(content, list) else [content])]
         except (ValueError, RecursionError) as error:
-            raise InvalidValueError(f"{name} must be what --json prints, got {source} ({error})") from None
+            raise InvalidValueError(name, f"must be what --json prints, got {source} ({error})") from None
     from sqrtdk.lab import Store
 
-    try:
-        with Store(source, read_only=True) as store:
-            return store.records()
-    except SqrtdkError as error:
-        raise type(error)(str(error).replace("store", name, 1)) from None
+    with naming(name, "store"), Store(source, read_only=True) as store:
+        return store.records()

@@ -192,30 +192,30 @@ def _measure(q: Array, k: Array, v: Array, grad_output: Array, scale: float) -> 
     }
 
 
-def require_count(name: str, value: int, least: int) -> None:
+def require_count(name: str, value: int, least: int, *, each: bool = False) -> None:
     """Refuse what is not an integer of at least the given size, naming the argument."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise InvalidTypeError(f"{name} must be an integer, got {value!r}")
+        raise InvalidTypeError(name, f"must be an integer, got {value!r}", each=each)
     if value < least:
-        raise InvalidValueError(f"{name} must be at least {least}, got {value}")
+        raise InvalidValueError(name, f"must be at least {least}, got {value}", each=each)
 
 
 def require_counts(name: str, values: Sequence[int], least: int) -> None:
     """Refuse an empty sequence, repeated values, or one that holds anything but integers of at least the given size."""
     if not isinstance(values, Sequence) or isinstance(values, str):
-        raise InvalidTypeError(f"{name} must be a sequence of integers, got {values!r}")
+        raise InvalidTypeError(name, f"must be a sequence of integers, got {values!r}")
     if not values:
-        raise InvalidValueError(f"{name} must name at least one size, got none")
+        raise InvalidValueError(name, "must name at least one size, got none")
     for value in values:
-        require_count(f"each of {name}", value, least)
+        require_count(name, value, least, each=True)
     if len(set(values)) < len(values):
-        raise InvalidValueError(f"{name} must not repeat a size, got {tuple(values)}")
+        raise InvalidValueError(name, f"must not repeat a size, got {tuple(values)}")
 
 
 def require_size(name: str, count: int) -> None:
     """Refuse a draw of more numbers at once than memory should hold."""
     if count > _MOST_NUMBERS:
-        raise InvalidValueError(f"{name} must not exceed {_MOST_NUMBERS}, got {count}")
+        raise InvalidValueError(name, f"must not exceed {_MOST_NUMBERS}, got {count}")
 
 
 def require_sampling(*, d_k: int, n: int, draws: int, queries: int, seed: int) -> None:

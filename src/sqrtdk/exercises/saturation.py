@@ -40,13 +40,13 @@ def saturation(largest: float = 10.0, points: int = 101, zeros: int = 3, share: 
     [5.043]
     """
     if not (math.isfinite(largest) and largest > 0):
-        raise InvalidValueError(f"largest must be positive and finite, got {largest}")
+        raise InvalidValueError("largest", f"must be positive and finite, got {largest}")
     require_count("points", points, 2)
     require_count("zeros", zeros, 1)
     if zeros > _MOST_ZEROS:
-        raise InvalidValueError(f"zeros must not exceed {_MOST_ZEROS}, got {zeros}")
+        raise InvalidValueError("zeros", f"must not exceed {_MOST_ZEROS}, got {zeros}")
     if not 0 < share < 1:
-        raise InvalidValueError(f"share must lie between 0 and 1, got {share}")
+        raise InvalidValueError("share", f"must lie between 0 and 1, got {share}")
     grid = np.linspace(0.0, largest, points)
     rows = [_describe(float(x), zeros) for x in grid]
     solutions = _solve_definitions(zeros, share)

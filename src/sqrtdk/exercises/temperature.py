@@ -85,14 +85,14 @@ def temperature(
 
 def _require_relatives(relatives: Sequence[float]) -> None:
     if not isinstance(relatives, Sequence) or isinstance(relatives, str):
-        raise InvalidTypeError(f"relatives must be a sequence of numbers, got {relatives!r}")
+        raise InvalidTypeError("relatives", f"must be a sequence of numbers, got {relatives!r}")
     if not relatives:
-        raise InvalidValueError("relatives must name at least one temperature, got none")
+        raise InvalidValueError("relatives", "must name at least one temperature, got none")
     for relative in relatives:
         if isinstance(relative, str) or not (math.isfinite(relative) and relative > 0):
-            raise InvalidValueError(f"each of relatives must be positive and finite, got {relative!r}")
+            raise InvalidValueError("relatives", f"must be positive and finite, got {relative!r}", each=True)
     if len(set(relatives)) < len(relatives):
-        raise InvalidValueError(f"relatives must not repeat a temperature, got {tuple(relatives)}")
+        raise InvalidValueError("relatives", f"must not repeat a temperature, got {tuple(relatives)}")
 
 
 def _summarise(relative: float, scale: float, measured: SampledRows) -> dict[str, Any]:

@@ -36,9 +36,9 @@ class Processes:
     def __init__(self, workers: int | None = None) -> None:
         workers = backends.count_cpus() if workers is None else workers
         if isinstance(workers, bool) or not isinstance(workers, int):
-            raise InvalidTypeError(f"workers must be an integer, got {type(workers).__name__}")
+            raise InvalidTypeError("workers", f"must be an integer, got {type(workers).__name__}")
         if workers < 1:
-            raise InvalidValueError(f"workers must be at least 1, got {workers}")
+            raise InvalidValueError("workers", f"must be at least 1, got {workers}")
         self.workers = workers
         self._idle: list[_Worker] = []  # importing torch takes a worker seconds: one sweep's serve the next
 

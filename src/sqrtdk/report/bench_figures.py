@@ -56,7 +56,7 @@ def show_bench(record: Record) -> Figure:
     if any(row["mebibytes"] is not None for row in record.tables["memory"]):
         panels.append(_show_memory(record.tables["memory"]))
     if not panels:
-        raise InvalidValueError("record must hold a number to draw, got a benchmark in which no round counted")
+        raise InvalidValueError("record", "must hold a number to draw, got a benchmark in which no round counted")
     most = max((len({row["case"] for row in rows}) for rows in suites.values()), default=0)
     spec = record.spec
     return Figure(

@@ -101,7 +101,7 @@ def _name_records(records: Mapping[str, Record] | Sequence[Record], *, may_be_em
     pairs: Iterable[tuple[Any, Any]] = records.items() if isinstance(records, Mapping) else enumerate(records)
     for place, record in pairs:
         if not isinstance(record, Record):
-            raise InvalidTypeError(f"records must hold Record objects, got {type(record).__name__} for {place!r}")
+            raise InvalidTypeError("records", f"must hold Record objects, got {type(record).__name__} for {place!r}")
         if record.kind not in KINDS:
             raise unknown_name("record kind", record.kind, list(KINDS))
         topic = topic_of(record)
@@ -110,7 +110,7 @@ def _name_records(records: Mapping[str, Record] | Sequence[Record], *, may_be_em
             continue
         named[topic] = record
     if not named and not may_be_empty:
-        raise InvalidValueError("records must hold at least one record, got none")
+        raise InvalidValueError("records", "must hold at least one record, got none")
     return named
 
 

@@ -69,7 +69,7 @@ class Points:
             if getattr(self, name) is not None:
                 _require_equal_lengths("Points", x=self.x, **{name: getattr(self, name)})
         if (self.low is None) != (self.high is None):
-            raise InvalidValueError("Points must get low and high together, got one of them")
+            raise InvalidValueError("Points", "must get low and high together, got one of them")
         _require_equal_lengths("Points", x=self.x, y=self.y)
 
 
@@ -92,7 +92,7 @@ class Heatmap:
         if self.text is not None:
             _require_equal_lengths("Heatmap", z=self.z, text=self.text)
         if len({len(row) for row in self.z}) > 1:
-            raise InvalidValueError(f"Heatmap must have rows of one length, got {[len(row) for row in self.z]}")
+            raise InvalidValueError("Heatmap", f"must have rows of one length, got {[len(row) for row in self.z]}")
 
 
 Series: TypeAlias = Line | Points | Heatmap
@@ -110,7 +110,7 @@ class Axis:
 
     def __post_init__(self) -> None:
         if (self.low is None) != (self.high is None):
-            raise InvalidValueError("Axis must get low and high together, got one of them")
+            raise InvalidValueError("Axis", "must get low and high together, got one of them")
         if self.log and self.low is not None and self.low <= 0:
             raise InvalidValueError(f"a logarithmic Axis must start above 0, got {self.low}")
 
@@ -221,4 +221,4 @@ def one_panel(title: str, panel: Panel, caption: str, height: int = 330) -> Figu
 def _require_equal_lengths(kind: str, **values: Sequence[object]) -> None:
     lengths = {name: len(value) for name, value in values.items()}
     if len(set(lengths.values())) > 1:
-        raise InvalidValueError(f"{kind} must get values of one length, got {lengths}")
+        raise InvalidValueError(kind, f"must get values of one length, got {lengths}")

@@ -63,7 +63,7 @@ def require_finite(call: Call) -> None:
     """Refuse a scale or sinks with NaN or infinity; only on the CPU, where looking does not stall a device."""
     for name, tensor in (("scale", call.scale), ("sinks", call.sinks)):
         if tensor is not None and tensor.is_cpu and not bool(torch.isfinite(tensor).all()):
-            raise InvalidValueError(f"{name} must be finite, got {tensor}")
+            raise InvalidValueError(name, f"must be finite, got {tensor}")
 
 
 def _forward(*flat: Any) -> Forward:

@@ -98,7 +98,7 @@ class _Site:
     async def explore(self, request: Request) -> Response:
         asked = Experiment.read(_read_query(request))
         if asked.source == "file":
-            raise InvalidValueError("source must be random or scores without a file; an .npz is the body of a POST")
+            raise InvalidValueError("source", "must be random or scores without a file; an .npz is the body of a POST")
         products = QUERIES * asked.n * asked.d_k
         worker = self._small if products <= _SMALL_PRODUCTS else self._large
         return await self._compute(request, worker, partial(_explore, asked))

@@ -35,21 +35,21 @@ class Bounds(NamedTuple):
     usual: float
     whole: bool = False
 
-    def read(self, name: str, text: str) -> float:
+    def read(self, name: str, text: str, *, each: bool = False) -> float:
         """The number in a text.
 
         Raises:
             InvalidValueError: it is none, or out of bounds.
         """
         kind = "a whole number" if self.whole else "a number"
-        expected = f"{name} must be {kind} from {self.least:g} to {self.largest:g}"
+        expected = f"must be {kind} from {self.least:g} to {self.largest:g}"
         if len(text) > 40:
-            raise InvalidValueError(f"{expected}, got {len(text)} characters")
+            raise InvalidValueError(name, f"{expected}, got {len(text)} characters", each=each)
         if not re.fullmatch(_WHOLE if self.whole else _NUMBER, text, re.ASCII):
-            raise InvalidValueError(f"{expected}, got {text!r}")
+            raise InvalidValueError(name, f"{expected}, got {text!r}", each=each)
         value = int(text) if self.whole else float(text)
         if not self.least <= value <= self.largest:
-            raise InvalidValueError(f"{expected}, got {text}")
+            raise InvalidValueError(name, f"{expected}, got {text}", each=each)
         return value
 
 
@@ -204,9 +204,6 @@ def _choose(name: str, text: str, choices: tuple[str, ...]) -> str:
 def _read_scores(text: str) -> tuple[float, ...]:
     parts = text.split(",") if len(text) <= 40 * MOST_SCORES else []
     if not 2 <= len(parts) <= MOST_SCORES:
-        raise InvalidValueError(
-            f"scores must be 2 to {MOST_SCORES} numbers separated by commas, got {len(text)} characters"
-            if not parts
-            else f"scores must be 2 to {MOST_SCORES} numbers separated by commas, got {len(parts)}"
-        )
-    return tuple(Bounds(-1000.0, 1000.0, 0.0).read("each of scores", part.strip()) for part in parts)
+        came = str(len(parts)) if parts else f"{len(text)} characters"
+        raise InvalidValueError("scores", f"must be 2 to {MOST_SCORES} numbers separated by commas, got {came}")
+    return tuple(Bounds(-1000.0, 1000.0, 0.0).read("scores", part.strip(), each=True) for part in parts)

@@ -78,7 +78,7 @@ def _read_archive(archive: zipfile.ZipFile) -> Given:
         if f"{name}.npy" in names:
             member = archive.getinfo(f"{name}.npy")
             if member.compress_type not in _METHODS:
-                raise InvalidValueError(f"{name} must be stored or deflated, got method {member.compress_type}; {_HOW}")
+                raise InvalidValueError(name, f"must be stored or deflated, got method {member.compress_type}; {_HOW}")
             with archive.open(member) as file:
                 arrays[name] = _read_array(name, file, left)
             left -= arrays[name].nbytes
@@ -95,14 +95,14 @@ def _read_array(name: str, file: IO[bytes], most: int) -> Array:
         shape, is_fortran, dtype = read_header(file, max_header_size=_LONGEST_HEADER)
     except Exception as error:  # NumPy parses the header as Python: whatever that raises on bytes that somebody chose
         reason = " ".join(str(error).split())[:120] or type(error).__name__
-        raise InvalidValueError(f"{name} must be an array in NumPy's format, got {reason}") from None
+        raise InvalidValueError(name, f"must be an array in NumPy's format, got {reason}") from None
     if dtype.kind not in "fiu" or dtype.itemsize > 8:
         raise InvalidValueError(
-            f"{name} must hold float16, float32, float64 or integers, got dtype {str(dtype)[:40]}; convert it first"
+            name, f"must hold float16, float32, float64 or integers, got dtype {str(dtype)[:40]}; convert it first"
         )
     if len(shape) != 2 or any(isinstance(size, bool) or size < 1 for size in shape):
         raise InvalidValueError(
-            f"{name} must have the shape [vectors, length] of one head, got {list(shape)[:8]}; pick one head"
+            name, f"must have the shape [vectors, length] of one head, got {list(shape)[:8]}; pick one head"
         )
     size = math.prod(shape) * dtype.itemsize
     # float64 is what it becomes.
@@ -112,7 +112,7 @@ def _read_array(name: str, file: IO[bytes], most: int) -> Array:
         )
     data = file.read(size)
     if len(data) < size:
-        raise InvalidValueError(f"{name} must have {size} bytes for its shape {list(shape)}, got {len(data)}")
+        raise InvalidValueError(name, f"must have {size} bytes for its shape {list(shape)}, got {len(data)}")
     return np.frombuffer(data, dtype).reshape(shape, order="F" if is_fortran else "C").astype(np.float64, order="C")
 
 
@@ -123,10 +123,10 @@ def _check(q: Array, k: Array, v: Array | None) -> Given:
     if q.shape[1] > d_k.largest:
         raise InvalidValueError(f"q and k must have a length of at most {d_k.largest:g}, got {q.shape[1]}")
     if not keys.least <= len(k) <= keys.largest:
-        raise InvalidValueError(f"k must have {keys.least:g} to {keys.largest:g} keys, got {len(k)}")
+        raise InvalidValueError("k", f"must have {keys.least:g} to {keys.largest:g} keys, got {len(k)}")
     if v is not None and (len(v) != len(k) or v.shape[1] > d_k.largest):
         raise InvalidValueError(
-            f"v must have one vector per key, {len(k)}, of length up to {d_k.largest:g}, got {list(v.shape)}"
+            "v", f"must have one vector per key, {len(k)}, of length up to {d_k.largest:g}, got {list(v.shape)}"
         )
     width = max(q.shape[1], 0 if v is None else v.shape[1])
     if len(q) * len(k) * width > MOST_PRODUCTS or len(q) * len(k) > MOST_PRODUCTS // 256:

@@ -105,14 +105,14 @@ def read_curves(path: Path | None, keys: Sequence[str]) -> dict[str, dict[str, A
         InvalidValueError: there is no readable store, or too many are asked for.
     """
     if not 1 <= len(keys) <= MOST_CURVES:
-        raise InvalidValueError(f"keys must name 1 to {MOST_CURVES} runs, got {len(keys)}")
+        raise InvalidValueError("keys", f"must name 1 to {MOST_CURVES} runs, got {len(keys)}")
     if path is None or not path.exists():
-        raise InvalidValueError("store must be there to read curves from, got none")
+        raise InvalidValueError("store", "must be there to read curves from, got none")
     try:
         with reading(path, _BUSY_SECONDS) as connection, in_words(path):
             rows = _select(connection, "runs", f"WHERE key IN ({','.join('?' * len(keys))})", *keys)
     except (SqrtdkError, OSError) as error:
-        raise InvalidValueError(f"store must be readable, got {path.name}: {error}") from None
+        raise InvalidValueError("store", f"must be readable, got {path.name}: {error}") from None
     return {row["key"]: _pick(row["curves"]) for row in rows}
 
 
