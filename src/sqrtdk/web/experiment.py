@@ -13,11 +13,9 @@ from sqrtdk.errors import InvalidValueError, unknown_name
 
 QUERIES = 64
 """Queries that are drawn; the numbers shown are means over them."""
-MOST_PRODUCTS = QUERIES * 8192 * 1024
-"""The largest L·n·dₖ of one answer, that of the largest drawn one: bounds its time and its memory."""
 MOST_SCORES = 64
 
-SOURCES = ("random", "scores", "file")
+SOURCES = ("random", "scores")
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 TRIO = ("none", "sqrt", "inverse")
 """The three that always stand side by side."""
@@ -84,7 +82,7 @@ class Experiment:
     """One setting of the page; the query of its address holds all of it.
 
     Attributes:
-        source: where q and k come from: "random" draws, given "scores", or a "file".
+        source: where q and k come from: "random" draws or given "scores".
         d_k: length of queries and keys.
         n: keys per query.
         policy: a name in `POLICIES`, and its `parameter`; None is its usual one.

@@ -28,8 +28,6 @@ _CURVE_POINTS = 61
 _SMALL = 2**24
 # The law for n → ∞ states its error from here on.
 _FEWEST_KEYS_OF_THE_LAW = 64
-# Of a file with many queries as many gradients are shown.
-_SHOWN_GRADIENTS = 256
 _MEANS = (
     "saturation_index",
     "entropy_ratio",
@@ -139,7 +137,7 @@ def _measure_column(asked: Experiment, given: Vectors, name: str, product: Array
         "predicted": {} if law is None else {"logit_std": law.std},
         "histogram": _histogram(logits, law),
         "weights": _weights(asked, weights, rows),
-        "gradients": gradients[:_SHOWN_GRADIENTS],
+        "gradients": gradients,
         "not_finite": int(len(gradients) - np.isfinite(rows.entropy).sum()),
     }
 
