@@ -15,7 +15,7 @@ from sqrtdk.report.palette import VERDICT_COLOURS, policy_colour
 from sqrtdk.report.panels import Axis, Figure, Heatmap, Line, Panel, Points, floats
 
 KINDS = (
-    *("ablation", "bench", "condensation", "explain", "gradients", "saturation", "swap", "temperature"),
+    *("ablation", "condensation", "explain", "gradients", "saturation", "swap", "temperature"),
     *("variance", "zoo"),
 )
 
@@ -31,7 +31,7 @@ def panel_named(figure, title):
 
 def test_every_kind_has_a_figure():
     assert sorted(figure_kinds()) == sorted(KINDS)
-    assert sorted(every_kind()) == sorted((*KINDS, "claims"))
+    assert sorted(every_kind()) == sorted((*KINDS, "bench", "claims"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -45,7 +45,7 @@ def test_figures_are_titled_and_not_empty(kind):
 
 
 def test_unknown_kind_lists_the_known():
-    with pytest.raises(InvalidValueError, match=r"unknown record kind 'variants'; known: ablation, bench, .*variance"):
+    with pytest.raises(InvalidValueError, match=r"unknown record kind 'variants'; known: ablation, .*variance"):
         figure_for(replace(every_kind()["variance"], kind="variants"))
 
 

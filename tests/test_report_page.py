@@ -104,7 +104,7 @@ def test_the_story_has_its_order(page, reader):
     assert places == sorted(places)
     targets = {address.removeprefix("#") for address in reader.addresses}
     assert targets <= set(reader.ids)
-    assert targets == {*SECTIONS, "making", "explain", "bench"} - {"answer"}
+    assert targets == {*SECTIONS, "making", "explain"} - {"answer"}
 
 
 def test_the_answer_is_three_sentences_of_the_records_and_one_picture(reader):

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from sqrtdk import backends
-from sqrtdk.commands.flags import Json, Plot, Seed, examples
-from sqrtdk.commands.presenting import fail, present, require_drawable
+from sqrtdk.commands.flags import Json, Seed, examples
+from sqrtdk.commands.presenting import fail, present
 from sqrtdk.display import count
 from sqrtdk.options import naming, read_names
 from sqrtdk.progress import progress_bar
@@ -41,7 +41,7 @@ def info(json: Json = False) -> None:
     epilog=examples(
         "sqrtdk bench --quick",
         "sqrtdk bench --suite real --case decode",
-        "sqrtdk bench --suite square,real --output benchmark.json --plot benchmark.png",
+        "sqrtdk bench --suite square,real --output benchmark.json",
     )
 )
 def bench(
@@ -61,7 +61,6 @@ def bench(
         Path | None, typer.Option(help="Also write JSON with every timing into this file, after each case.")
     ] = None,
     json: Json = False,
-    plot: Plot = None,
 ) -> None:
     """Time attention beside its peers: paired ratios, shares of the probed peak, errors, memory, growth."""
     from sqrtdk.bench import run_benchmark, write_raw
@@ -69,7 +68,6 @@ def bench(
     from sqrtdk.bench.timing import FEWEST_ROUNDS
     from sqrtdk.report.files import require_directory
 
-    require_drawable(plot)
     if output is not None:
         with naming("--output"):
             require_directory(output)
@@ -89,12 +87,12 @@ def bench(
     if output is not None:
         write_raw(record, output)
     busy = was_too_busy(record)
-    # JSON has every case; tables and figures show what was measured.
+    # JSON has every case; tables show what was measured.
     shown = record if json else replace(record, tables=keep_measured(record))
-    present(shown, json, None if busy else plot)
+    present(shown, json, None)
     if busy:
         fail(
-            f"the machine was too busy: in no case did {FEWEST_ROUNDS} rounds count"
-            f"{'' if plot is None else ', so there is no figure'}; try again when it is idle, or with more --rounds",
+            f"the machine was too busy: in no case did {FEWEST_ROUNDS} rounds count; try again when it is "
+            "idle, or with more --rounds",
             1,
         )
