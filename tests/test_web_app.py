@@ -99,6 +99,14 @@ def test_the_three_scalings_stand_beside_any_choice(client, policy):
     assert set(beside) == {"chosen", "none", "sqrt", "inverse"}
 
 
+@pytest.mark.parametrize(("n", "last"), [(1024, 0.5), (16, None)])
+def test_the_law_is_drawn_where_it_states_its_error(client, n, last):
+    """The many-key law knows the error of H/ln n up to ρ = ½ for 64 keys or more, and nowhere else."""
+    law = client.get("/api/explore", {"n": n}).json["law"]
+    stated = [rho for rho, ratio in zip(law["rho"], law["entropy_ratio"], strict=True) if ratio is not None]
+    assert stated == [rho for rho in law["rho"] if last is not None and rho <= last]
+
+
 def test_the_variance_law_stands_beside_the_measurement(client):
     query = {"d_k": 64, "n": 256, "mean_q": 0.5, "mean_k": -1, "policy": "none"}
     column = client.get("/api/explore", query).json["columns"]["none"]

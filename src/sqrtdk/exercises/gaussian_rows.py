@@ -32,6 +32,8 @@ _BLOCK = 2**17
 _FEWEST_DRAWS = 8
 _MOST_NUMBERS = 2**26
 _LITTLE, _MUCH = 1.1, 2.0
+# The law for n → ∞ states its error from here on.
+_FEWEST_KEYS_OF_THE_LAW = 64
 
 
 @dataclass(frozen=True)
@@ -190,6 +192,29 @@ def _measure(q: Array, k: Array, v: Array, grad_output: Array, scale: float) -> 
         "grad_q": np.linalg.norm(slopes.query, axis=-1),
         "grad_k": np.repeat(key_norms[:, None], q.shape[-2], axis=1),
     }
+
+
+def many_key_law(sigma: float, n: int) -> dict[str, float]:
+    """The law for n → ∞ where it states its error, by quantity.
+
+    >>> many_key_law(1.0, 1024).keys(), many_key_law(8.0, 1024).keys(), many_key_law(3.0, 1024)
+    (dict_keys(['entropy_ratio']), dict_keys(['sum_p2']), {})
+    """
+    law = theory.condensation(sigma, n)
+    if not law.trusted or n < _FEWEST_KEYS_OF_THE_LAW:
+        return {}
+    return {"entropy_ratio": law.entropy_ratio} if law.regime == "spread" else {"sum_p2": law.sum_p2}
+
+
+def rank_weights(weights: Array) -> dict[str, list[float]]:
+    """The median over rows of the weights in descending order, at ranks that are even on a logarithmic axis.
+
+    >>> rank_weights(np.array([[0.2, 0.8], [0.6, 0.4]]))
+    {'rank': [1, 2], 'weight': [0.7, 0.30000000000000004]}
+    """
+    ranks = np.unique(np.geomspace(1, weights.shape[-1], 60).round().astype(int))
+    typical = np.median(-np.sort(-weights, axis=-1), axis=0)
+    return {"rank": ranks.tolist(), "weight": typical[ranks - 1].tolist()}
 
 
 def require_count(name: str, value: int, least: int, *, each: bool = False) -> None:

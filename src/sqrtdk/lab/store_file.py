@@ -18,7 +18,7 @@ from sqrtdk.errors import InvalidValueError, SqrtdkError
 
 STORE_VERSION = 2
 APPLICATION_ID = 0x73716474  # "sqdt": marks the file as ours
-_BUSY_SECONDS = 60.0
+BUSY_SECONDS = 60.0
 
 COLUMNS = {
     "runs": ("key", "status", "spec", "row", "curves", "versions", "finished"),
@@ -80,7 +80,7 @@ def connect(path: Path | None) -> sqlite3.Connection:
     if path is not None:
         _require_usable(path)
     with in_words(path):
-        connection = sqlite3.connect(path or ":memory:", timeout=_BUSY_SECONDS, isolation_level=None)
+        connection = sqlite3.connect(path or ":memory:", timeout=BUSY_SECONDS, isolation_level=None)
         try:
             _enter_write_ahead_mode(connection)
             # The write lock comes first: of two sweeps that begin together one makes the table, the other finds it.
@@ -103,7 +103,7 @@ def connect(path: Path | None) -> sqlite3.Connection:
 
 
 @contextmanager
-def reading(path: Path, busy_seconds: float = _BUSY_SECONDS) -> Iterator[sqlite3.Connection]:
+def reading(path: Path, busy_seconds: float = BUSY_SECONDS) -> Iterator[sqlite3.Connection]:
     """Open a store to read only, while others may write; also where nobody may write, as on a read-only mount.
 
     Raises:
@@ -246,7 +246,7 @@ def _require_usable(path: Path) -> None:
     # Opened for writing though nothing is written: a read-only reader cannot clear its -wal and -shm files away.
     address = f"{path.resolve().as_uri()}?mode=rw"
     with in_words(path):
-        connection = sqlite3.connect(address, timeout=_BUSY_SECONDS, isolation_level=None, uri=True)
+        connection = sqlite3.connect(address, timeout=BUSY_SECONDS, isolation_level=None, uri=True)
         with closing(connection):
             application, version, tables = identify(connection)
     if application or tables:  # else a sweep was killed between making the file and making its table
@@ -254,7 +254,7 @@ def _require_usable(path: Path) -> None:
 
 
 def _enter_write_ahead_mode(connection: sqlite3.Connection) -> None:
-    deadline = time.monotonic() + _BUSY_SECONDS
+    deadline = time.monotonic() + BUSY_SECONDS
     while True:
         try:
             connection.execute("PRAGMA journal_mode = WAL")
