@@ -141,6 +141,8 @@ class _PunctualProtocol(H11Protocol):
             super().send_400_response(msg)
         except h11.LocalProtocolError:  # an answer is under way already: there is nothing left to say
             self.transport.abort()
+        if self.cycle is not None:  # its body is broken and answered: the application has nothing left to say
+            self.cycle.disconnected = True
 
     def on_response_complete(self) -> None:
         self._answered += 1
