@@ -12,8 +12,8 @@ from benchmarks.benchmark import COMMAND, run_benchmark, write_raw
 from benchmarks.tabulation import keep_measured, was_too_busy
 from benchmarks.timing import FEWEST_ROUNDS
 from sqrtdk.cli import run_app
-from sqrtdk.commands.flags import Json, Plot, Seed, examples
-from sqrtdk.commands.presenting import fail, present, require_drawable
+from sqrtdk.commands.flags import Json, Seed, examples
+from sqrtdk.commands.presenting import fail, present
 from sqrtdk.options import naming, read_names
 from sqrtdk.progress import progress_bar
 from sqrtdk.report.files import require_directory
@@ -27,7 +27,7 @@ app = typer.Typer(
     epilog=examples(
         f"{COMMAND} --quick",
         f"{COMMAND} --suite real --case decode",
-        f"{COMMAND} --suite square,real --output benchmark.json --plot benchmark.png",
+        f"{COMMAND} --suite square,real --output benchmark.json",
     )
 )
 def bench(
@@ -47,10 +47,8 @@ def bench(
         Path | None, typer.Option(help="Also write JSON with every timing into this file, after each case.")
     ] = None,
     json: Json = False,
-    plot: Plot = None,
 ) -> None:
     """Time attention beside its peers: paired ratios, shares of the probed peak, errors, memory, growth."""
-    require_drawable(plot)
     if output is not None:
         with naming("--output"):
             require_directory(output)
@@ -70,13 +68,13 @@ def bench(
     if output is not None:
         write_raw(record, output)
     busy = was_too_busy(record)
-    # JSON has every case; tables and figures show what was measured.
+    # JSON has every case; tables show what was measured.
     shown = record if json else replace(record, tables=keep_measured(record))
-    present(shown, json, None if busy else plot)
+    present(shown, json, None)
     if busy:
         fail(
-            f"the machine was too busy: in no case did {FEWEST_ROUNDS} rounds count"
-            f"{'' if plot is None else ', so there is no figure'}; try again when it is idle, or with more --rounds",
+            f"the machine was too busy: in no case did {FEWEST_ROUNDS} rounds count; try again when it is idle, "
+            "or with more --rounds",
             1,
         )
 

@@ -84,7 +84,7 @@ def run_benchmark(
     chosen = choose_suites(suites, case=case, quick=quick)
     rounds = (QUICK_ROUNDS if quick else DEFAULT_ROUNDS) if rounds is None else rounds
     if rounds < FEWEST_ROUNDS:
-        raise InvalidValueError(f"rounds must be at least {FEWEST_ROUNDS} for an interval, got {rounds}")
+        raise InvalidValueError("rounds", f"must be at least {FEWEST_ROUNDS} for an interval, got {rounds}")
     default_threads = backends.threads()
     with (
         backends.use(backends.current() if backend is None else backend),

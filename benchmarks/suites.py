@@ -100,7 +100,7 @@ def choose_suites(names: Sequence[str] | None, *, case: str | None = None, quick
     ]
     if not matching:
         cases_there = "; ".join(one.name for suite in chosen for one in suite.cases)
-        raise InvalidValueError(f"case must be a part of the name of one of the cases ({cases_there}), got {case!r}")
+        raise InvalidValueError("case", f"must be a part of the name of one of the cases ({cases_there}), got {case!r}")
     return matching
 
 

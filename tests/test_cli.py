@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import pickle
 import re
 import shlex
 import signal
@@ -11,14 +12,17 @@ import sys
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import typer
 from rich.console import Console
 
 import sqrtdk
-from sqrtdk import exercises, progress, terminal
+from sqrtdk import attention, exercises, progress, scales, terminal
 from sqrtdk.cli import app, main
-from sqrtdk.lab import CONTROLS, Store
+from sqrtdk.errors import InvalidValueError, SqrtdkError
+from sqrtdk.lab import CONTROLS, RunSpec, Store
+from sqrtdk.options import name_options
 from sqrtdk.records import Record
 
 
@@ -279,7 +283,6 @@ def test_closed_streams_are_no_traceback():
         (["explain", "--n", "1000000000"], ": --n times --d-k must not exceed 67108864, got 64000000000"),
         (["report", "--output", "no/such/place/r.html"], ": --output must lie in an existing directory"),
         (["report", "--output", "report.png"], ": --output must end in .html, got 'report.png'"),
-        (["claims", "--plot", "claims.pdf"], ": --plot must end in .png, .svg, .html, got 'claims.pdf'"),
         (["claims", "op", "--json", "--markdown"], "--json and --markdown exclude each other"),
         (
             ["claims", "grad.learning", "--no-training"],
@@ -300,6 +303,35 @@ def test_wrong_input_is_one_line_and_exit_code_2(capsys, arguments, message):
     assert err.startswith("sqrtdk: ")
     assert len(err.splitlines()) == 1
     assert message in err
+
+
+@pytest.mark.parametrize(
+    ("call", "argument"),
+    [
+        (lambda: exercises.variance(d_ks=(0,)), "d_ks"),
+        (lambda: exercises.temperature(relatives=(-1.0,)), "relatives"),
+        (lambda: exercises.explain(n=10**9), "n·d_k"),
+        (lambda: scales.get("sqrtt"), "scale"),
+        (lambda: RunSpec(heads=3), "d_model"),
+        (lambda: RunSpec(task="recal"), "task"),
+        (lambda: attention(*np.zeros((3, 2, 2)), softcap=-1.0), "softcap"),
+    ],
+)
+def test_errors_carry_their_argument(call, argument):
+    with pytest.raises(SqrtdkError) as raised:
+        call()
+    assert raised.value.argument == argument
+    copied = pickle.loads(pickle.dumps(raised.value))
+    assert (type(copied), str(copied), copied.argument) == (type(raised.value), str(raised.value), argument)
+    assert SqrtdkError("no argument").argument is None
+
+
+def test_a_quoted_message_keeps_its_words():
+    """Only the argument of an error is renamed, not a word of its message that happens to be an option's name."""
+    error = InvalidValueError("steps of each run must be seeds, got n")
+    assert name_options(error, ["--steps", "--seeds", "--n"]) == str(error)
+    error = InvalidValueError("n", "must be at least 2, got n of steps")
+    assert name_options(error, ["--steps", "--n"]) == "--n must be at least 2, got n of steps"
 
 
 def test_a_store_that_is_none_of_ours_is_left_alone(capsys, tmp_path):

@@ -12,6 +12,7 @@ import time
 import pytest
 
 from sqrtdk import backends
+from sqrtdk.children import interrupts_held
 from sqrtdk.errors import InvalidTypeError, InvalidValueError, MissingExtraError
 from sqrtdk.lab import AblationSpec, Lab, Processes, Store, ablate, laboratory, processes, swap_scale
 from sqrtdk.lab import RunSpec as Spec
@@ -412,7 +413,7 @@ def test_an_interrupt_that_another_thread_receives_waits_until_a_worker_has_star
         signal.pthread_kill(threading.get_ident(), signal.SIGINT)
 
     def start_a_worker():
-        with processes._interrupts_held():
+        with interrupts_held():
             steps.append("before")
             go_on.set()
             thread.join()

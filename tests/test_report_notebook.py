@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import sqrtdk
-from example_records import make_ablation, make_bench, make_claims, make_swap
+from example_records import make_ablation, make_swap
 from sqrtdk import exercises
 from sqrtdk.audits import read_shipped
 from sqrtdk.errors import InvalidTypeError, InvalidValueError
@@ -97,7 +97,7 @@ def test_panels_of_a_record_are_subplots_with_their_axes():
     json.loads(shown.to_json())
 
 
-@pytest.mark.parametrize("make", [make_ablation, make_claims, make_swap, make_bench], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [make_ablation, make_swap], ids=lambda make: make.__name__)
 def test_every_series_of_a_record_is_drawn_in_its_subplot(make):
     record = make()
     plan, shown = figure_for(record), figure(record)

@@ -5,13 +5,14 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from html import unescape
 from html.parser import HTMLParser
 
 import pytest
 
 from example_records import NASTY, every_kind, make_ablation, make_claims
 from sqrtdk.audits.shipped import read_shipped
-from sqrtdk.errors import InvalidTypeError, InvalidValueError
+from sqrtdk.errors import InvalidTypeError, InvalidValueError, SqrtdkWarning
 from sqrtdk.records import spec_hash
 from sqrtdk.report import render_report, write_report
 from sqrtdk.report.answer import answer
@@ -103,7 +104,7 @@ def test_the_story_has_its_order(page, reader):
     assert places == sorted(places)
     targets = {address.removeprefix("#") for address in reader.addresses}
     assert targets <= set(reader.ids)
-    assert targets == {*SECTIONS, "making", "explain", "bench"} - {"answer"}
+    assert targets == {*SECTIONS, "making", "explain"} - {"answer"}
 
 
 def test_the_answer_is_three_sentences_of_the_records_and_one_picture(reader):
@@ -212,6 +213,42 @@ def test_texts_are_escaped():
 
 
 # Sections
+
+
+def test_a_section_that_raises_says_so_in_its_place(monkeypatch):
+    broken = SECTIONS["variance"]._replace(tell=lambda material: material.records["no <such> topic"])
+    monkeypatch.setitem(SECTIONS, "variance", broken)
+    with pytest.warns(SqrtdkWarning, match="the section variance could not be written: KeyError"):
+        text = render_report(every_kind())
+    reader = PageReader(text)
+    assert re.findall(r'<section id="(\w+)">', text)[: len(SECTIONS)] == list(SECTIONS), "the rest is there"
+    assert reader.open == []
+    section = text[text.index('<section id="variance">') : text.index('<section id="saturation">')]
+    assert "the section variance could not be written: KeyError: " in PageReader(section).visible
+    assert "no &lt;such&gt; topic" in section
+
+
+def test_what_could_not_be_computed_is_said_where_it_would_stand():
+    records = {name: record for name, record in every_kind().items() if name != "gradients"}
+    text = render_report(records, failures={"gradients": "OSError: disk", "audit": "not finished within 60 s"})
+    by_section = dict(re.findall(r'<section id="(\w+)">(.*?)</section>', text, flags=re.S))
+    told = "gradients could not be computed: OSError: disk"
+    assert {name for name, body in by_section.items() if told in body} == {"answer", "gradients"}
+    assert "audit could not be computed: not finished within 60 s" in by_section["models"]
+    assert "is shown from the record that comes with sqrtdk" in by_section["models"]
+
+
+def test_every_sentence_that_the_story_asks_for_is_there():
+    """A name that no record has would leave the sentence out without a word."""
+    page = PageReader(render_report(every_kind())).visible
+    names = {
+        "variance": "scaled",
+        "saturation": "other definitions",
+        "gradients": "means",
+        "temperature": "sharpest to softest",
+    }
+    for kind, name in names.items():
+        assert unescape(words_of(every_kind()[kind].sentences[name])) in page
 
 
 @pytest.mark.parametrize("name", SECTIONS)

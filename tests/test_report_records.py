@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import warnings
 import webbrowser
 
 import pytest
@@ -10,11 +11,11 @@ import pytest
 from example_records import every_kind
 from sqrtdk import cli, report_records
 from sqrtdk.claims import Evidence
-from sqrtdk.errors import InvalidValueError, MissingExtraError
+from sqrtdk.errors import InvalidValueError, MissingExtraError, SqrtdkWarning
 from sqrtdk.lab import Lab, Store
 from sqrtdk.report.kinds import topic_of
 from sqrtdk.report.story import SECTIONS
-from sqrtdk.report_records import TRAINED, ModelAudit, compute_records, list_topics
+from sqrtdk.report_records import TRAINED, gather, list_topics
 
 
 def run(capsys, *arguments):
@@ -46,14 +47,14 @@ def test_topics_of_all_sections_are_named_once():
 def test_without_torch_what_has_to_be_trained_is_left_out(monkeypatch):
     monkeypatch.setattr(report_records, "can_train", lambda: False)
     assert not set(TRAINED) & set(list_topics(None))
-    assert list_topics(["models"]) == ["zoo"]
+    assert list_topics(["models"]) == ["zoo", "audit"]
     with pytest.raises(MissingExtraError, match=r'torch is not installed.*"sqrtdk\[torch\]"'):
         list_topics(["training"])
     asked = {}
     monkeypatch.setattr(report_records, "check_claims", lambda *_, training, **__: asked.update(training=training))
     with Lab() as lab, monkeypatch.context() as patch:
         patch.setattr(lab, "keep", lambda record: record)
-        compute_records(["claims"], Evidence(lab=lab))
+        gather(["claims"], Evidence(lab=lab))
     assert asked == {"training": False}
 
 
@@ -66,31 +67,48 @@ def test_only_what_is_asked_for_is_computed(monkeypatch):
     monkeypatch.setattr(report_records, "check_claims", refuse)
     with Lab() as lab:
         monkeypatch.setattr(lab, "run", refuse)
-        records = compute_records(["saturation", "zoo"], Evidence(lab=lab))
+        records, audit, failures = gather(["saturation", "zoo"], Evidence(lab=lab))
         kept = lab.store.records()
     assert [record.kind for record in records] == ["saturation", "zoo"]
     assert [record.kind for record in kept] == ["saturation"], "the zoo comes with sqrtdk"
+    assert audit is None
+    assert failures == {}
 
 
 def test_every_topic_is_told_under_its_name():
     """What a section asks for is what the page finds under that name."""
-    assert {topic_of(record) for record in every_kind().values()} | {"learned", "widths"} >= set(list_topics(None))
+    assert {topic_of(record) for record in every_kind().values()} | {"learned", "widths", "audit"} >= set(
+        list_topics(None)
+    )
 
 
 def test_a_model_that_is_not_installed_is_not_audited(monkeypatch):
     monkeypatch.setattr(report_records, "_MODEL", "no_such_model")
-    with ModelAudit() as model:
-        assert model.result() is None
-    with ModelAudit(wanted=False) as model:
-        assert model.result() is None
+    with Lab() as lab:
+        assert gather(["audit"], Evidence(lab=lab)) == ([], None, {})
 
 
 @pytest.mark.slow
-def test_an_audit_that_fails_leaves_the_record_that_comes_with_sqrtdk(monkeypatch):
+def test_an_audit_that_fails_says_why(monkeypatch):
     monkeypatch.setattr(report_records, "_MODEL", "json")  # installed, but no model
     monkeypatch.setattr(report_records.importlib.util, "find_spec", lambda name: name)
-    with ModelAudit() as model:
-        assert model.result() is None
+    with Lab() as lab, pytest.warns(SqrtdkWarning, match="audit could not be computed: InvalidValueError: MODEL must"):
+        _, audit, failures = gather(["audit"], Evidence(lab=lab))
+    assert audit is None
+    assert "which there is no config.json" in failures["audit"]
+
+
+def test_a_topic_that_cannot_be_computed_loses_no_other(monkeypatch):
+    monkeypatch.setattr(report_records.exercises, "variance", lambda **_: 1 / 0)
+    with Lab() as lab, pytest.warns(SqrtdkWarning, match="variance could not be computed: ZeroDivisionError"):
+        records, _, failures = gather(["variance", "saturation"], Evidence(lab=lab))
+    assert [record.kind for record in records] == ["saturation"]
+    assert failures == {"variance": "ZeroDivisionError: division by zero"}
+
+
+def test_wrong_options_are_not_taken_for_failures():
+    with Lab() as lab, pytest.raises(InvalidValueError, match="seed must be at least 0"):
+        gather(["variance"], Evidence(seed=-1, lab=lab))
 
 
 # The command
@@ -107,8 +125,26 @@ def test_one_section_of_the_command(capsys, tmp_path):
     assert [line.split()[0] for line in out.splitlines()] == ["variance", "page"]
 
 
+def test_the_command_writes_the_page_when_a_topic_fails(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(report_records.exercises, "variance", lambda **_: 1 / 0)
+    page = tmp_path / "r.html"
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        code, _, err = run(capsys, "report", "--only", "variance", "--only", "saturation", "--output", str(page))
+    assert code == 0
+    assert err.splitlines()[-1:] == ["sqrtdk: variance could not be computed: ZeroDivisionError: division by zero"]
+    text = page.read_text(encoding="utf-8")
+    assert "variance could not be computed: ZeroDivisionError: division by zero" in text
+    assert 'id="saturation-0-0"' in text
+
+
+def test_the_help_names_every_section(capsys):
+    _, out, _ = run(capsys, "report", "--help")
+    assert f"{', '.join(SECTIONS)};" in " ".join(out.replace("│", " ").split())
+
+
 def test_records_of_a_store_are_told_without_computing(capsys, tmp_path, store, monkeypatch):
-    monkeypatch.setattr(report_records, "compute_records", None)
+    monkeypatch.setattr(report_records, "gather", None)
     page = tmp_path / "r.html"
     code, _, _ = run(capsys, "report", "--from", str(store), "--output", str(page))
     assert code == 0

@@ -14,7 +14,7 @@ from sqrtdk.report import figure_for, story_figures, training_figures
 from sqrtdk.report.answer import answer
 from sqrtdk.report.model_figures import show_heads
 from sqrtdk.report.panels import Heatmap, Line, Points
-from sqrtdk.report.story import Material, tell
+from sqrtdk.report.story import SECTIONS, Material
 
 
 def with_losses(record, **losses):
@@ -213,10 +213,10 @@ def test_lines_of_every_control_are_drawn_apart():
 
 def test_the_training_chapter_is_told_from_what_is_there():
     both = Material({"ablation": make_ablation(), "widths": load_ablation()})
-    assert [exhibit.source for exhibit in tell("training", both).exhibits] == ["ablation", "widths", "widths"]
+    assert [exhibit.source for exhibit in SECTIONS["training"].tell(both).exhibits] == ["ablation", "widths", "widths"]
     shipped = Material({"widths": load_ablation()})
-    assert [exhibit.table for exhibit in tell("training", shipped).exhibits] == ["best", "selection"]
-    live = tell("training", Material({"ablation": make_ablation(lrs=(1e-3, 3e-3))}))
+    assert [exhibit.table for exhibit in SECTIONS["training"].tell(shipped).exhibits] == ["best", "selection"]
+    live = SECTIONS["training"].tell(Material({"ablation": make_ablation(lrs=(1e-3, 3e-3))}))
     assert [exhibit.source for exhibit in live.exhibits] == ["ablation", "ablation"]
     assert live.exhibits[0].says == (
         "Seed by seed the loss without scaling is higher than with 1/√dₖ in 3 of 3 pairs; by 2.3 to 2.7 nats "

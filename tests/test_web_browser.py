@@ -4,10 +4,8 @@ import json
 import math
 import time
 
-import numpy as np
 import pytest
 
-import sqrtdk
 from browser import open_browser, open_page
 from sqrtdk import theory
 from sqrtdk.audits import read_shipped
@@ -269,35 +267,6 @@ def test_predictions_are_those_of_theory(explore):
     assert float(shown) == pytest.approx(theory.expected_rows(1.0, 4, 16).sum_p2, rel=1e-12)
     sigma = explore.get_attribute('td[data-scale="none"][data-quantity="logit_std"]', "data-predicted")
     assert float(sigma) == pytest.approx(2.0, rel=1e-12)
-
-
-def test_a_file_of_ones_own_is_shown(browser, server, tmp_path):
-    with open_page(browser, viewport={"width": 1280, "height": 900}) as (page, errors, _):
-        page.goto(server.address)
-        wait_for_answer(page)
-        use_a_file(page, tmp_path)
-        # The browser itself notes that a file was refused.
-        assert [error for error in errors if "status of 400" not in error] == []
-
-
-def use_a_file(explore, tmp_path):
-    rng = np.random.default_rng(5)
-    q, k = rng.standard_normal((7, 16)), rng.standard_normal((11, 16))
-    np.savez(tmp_path / "mine.npz", q=q, k=k)
-    np.savez(tmp_path / "wrong.npz", q=q[None], k=k)
-    change(explore, lambda: explore.check("input[name=source][value=file]"))
-    assert "Choose an .npz" in explore.locator("#error").text_content()
-    change(explore, lambda: explore.set_input_files("#file", tmp_path / "wrong.npz"))
-    assert "q must have the shape [vectors, length]" in explore.locator("#error").text_content()
-    change(explore, lambda: explore.set_input_files("#file", tmp_path / "mine.npz"))
-    rows = sqrtdk.attention(q, k, k).statistics
-    for quantity in ("entropy_ratio", "saturation_index", "jacobian_norm"):
-        assert shown_numbers(explore)["sqrt", quantity] == pytest.approx(float(rows.mean(quantity)), rel=1e-12)
-    change(explore, lambda: explore.select_option("#policy", "qk_norm"))
-    rows = sqrtdk.attention(q, k, k, scale="qk_norm").statistics
-    assert shown_numbers(explore)["chosen", "entropy_ratio"] == pytest.approx(
-        float(rows.mean("entropy_ratio")), rel=1e-12
-    )
 
 
 def test_figures_have_a_text_and_numbers_a_place_that_is_read_out(explore):

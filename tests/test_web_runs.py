@@ -102,7 +102,7 @@ def test_runs_in_training_are_shown_until_they_are_finished(path, monkeypatch):
         assert store.get(spec) is None
         assert len(store) == 3
         now = time.time()
-        monkeypatch.setattr("sqrtdk.web.runs.time.time", lambda: now + 60)  # its trainer was killed
+        monkeypatch.setattr("sqrtdk.lab.store.time.time", lambda: now + 60)  # its trainer was killed
         assert client.get("/api/runs").json["running"] == []
         monkeypatch.undo()
         store.put(spec, record(0.3))

@@ -114,3 +114,11 @@ def test_it_answers_and_ends_within_two_seconds_of_ctrl_c():
         began = time.monotonic()
     idle.close()
     assert time.monotonic() - began < 2.5
+
+
+def test_a_broken_body_is_answered_once():
+    """The server must not complain on stderr, which `serving` looks at."""
+    request = b"POST /api/explore HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n\r\n"
+    with serving() as running, socket.create_connection(("127.0.0.1", running.port), timeout=20) as connection:
+        connection.sendall(request)
+        assert connection.recv(200).startswith(b"HTTP/1.1 400")

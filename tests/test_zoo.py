@@ -2,14 +2,13 @@
 
 import json
 import math
-import sys
-import textwrap
 
 import pytest
 import torch
 from torch import nn
 
 import sqrtdk
+from quick_child import serve_small
 from sqrtdk.errors import SqrtdkError
 from sqrtdk.families import DESIGNED, is_usual, law_of_family, load_zoo
 from sqrtdk.zoo.census import WITHIN, put_together, take_census, write_reading
@@ -84,29 +83,15 @@ def test_sharpened_projections_keep_the_variance():
     assert model[0](x).var().item() == pytest.approx(1.69, rel=0.1)
 
 
-WORKER = textwrap.dedent(
-    """
-    import json, os, sys, time
-    for line in sys.stdin:
-        name = line.strip()
-        if name == "hangs":
-            time.sleep(600)
-        if name == "dies":
-            os._exit(7)
-        print(json.dumps({"family": name, "layers": [], "reasons": [], "process": os.getpid()}), flush=True)
-    """
-)
-
-
 @pytest.mark.slow
 def test_a_family_that_hangs_or_dies_loses_no_other():
     answers = {}
-    names = ["a", "hangs", "b", "dies", "c", "d"]
-    command = (sys.executable, "-c", WORKER)
-    measure_families(names, 1, 2.0, lambda answer: answers.update({answer["family"]: answer}), command)
+    names = ["a", "hangs", "b", "dies", "c", "d", "raises"]
+    measure_families(names, 1, 6.0, lambda answer: answers.update({answer["family"]: answer}), serve_small)
     assert list(answers) == names
-    assert answers["hangs"]["reasons"] == ["not finished within 2 s"]
+    assert answers["hangs"]["reasons"] == ["not finished within 6 s"]
     assert answers["dies"]["reasons"] == ["its process ended with code 7"]
+    assert answers["raises"]["reasons"] == ["RuntimeError: out of luck"]
     assert all(answers[name]["layers"] == [] for name in "abcd")
     assert answers["a"]["process"] != answers["b"]["process"] != answers["c"]["process"] == answers["d"]["process"]
 

@@ -96,12 +96,10 @@ def _as_array(name: str, value: npt.ArrayLike) -> Array:
     try:
         return np.asarray(value)
     except ValueError as error:
-        raise InvalidValueError(
-            f"{name} must be an array or nested lists of one shape, got neither ({error})"
-        ) from None
+        raise InvalidValueError(name, f"must be an array or nested lists of one shape, got neither ({error})") from None
     except (RuntimeError, TypeError) as error:  # a tensor with a gradient, or on another device
         raise InvalidTypeError(
-            f"{name} must be an array, got {type(value).__name__} ({error}); sqrtdk.torch.attention takes tensors"
+            name, f"must be an array, got {type(value).__name__} ({error}); sqrtdk.torch.attention takes tensors"
         ) from None
 
 
@@ -109,7 +107,7 @@ def as_float_array(name: str, value: npt.ArrayLike) -> Array:
     """The argument as an array of one of the four float dtypes, not copied."""
     array = _as_array(name, value)
     if array.dtype not in _CODES and not _learn(array.dtype):
-        raise InvalidTypeError(f"{name} must be a {', '.join(FLOATS[:-1])} or {FLOATS[-1]} array, got {array.dtype}")
+        raise InvalidTypeError(name, f"must be a {', '.join(FLOATS[:-1])} or {FLOATS[-1]} array, got {array.dtype}")
     return array
 
 
@@ -164,24 +162,24 @@ def _explain_shapes(
     query, key, value = tuple(query), tuple(key), tuple(value)
     q, k, v = names
     if len(query) < 2:
-        return InvalidValueError(f"{q} must have shape [..., H, L, D] or [L, D], got {query}")
+        return InvalidValueError(q, f"must have shape [..., H, L, D] or [L, D], got {query}")
     if query[-1] == 0:
-        return InvalidValueError(f"{q} must have at least one feature (D ≥ 1), got shape {query}")
+        return InvalidValueError(q, f"must have at least one feature (D ≥ 1), got shape {query}")
     d_k = query[-1]
     head = "..., G, " if len(query) > 2 else ""
     for name, shape in ((k, key), (v, value)):
         if len(shape) != len(query):
-            return InvalidValueError(f"{name} must have {len(query)} axes like {q}, got shape {shape}")
+            return InvalidValueError(name, f"must have {len(query)} axes like {q}, got shape {shape}")
         if shape[:-3] != query[:-3]:
-            return InvalidValueError(f"{name} must have the leading axes {query[:-3]} of {q}, got shape {shape}")
+            return InvalidValueError(name, f"must have the leading axes {query[:-3]} of {q}, got shape {shape}")
     if key[-1] != d_k:
-        return InvalidValueError(f"{k} must have shape [{head}S, {d_k}] ({d_k} from {q}), got {key}")
+        return InvalidValueError(k, f"must have shape [{head}S, {d_k}] ({d_k} from {q}), got {key}")
     if value[-2] != key[-2]:
-        return InvalidValueError(f"{v} must have shape [{head}{key[-2]}, V] ({key[-2]} keys from {k}), got {value}")
+        return InvalidValueError(v, f"must have shape [{head}{key[-2]}, V] ({key[-2]} keys from {k}), got {value}")
     if value[-3] != key[-3]:
-        return InvalidValueError(f"{v} must have {key[-3]} heads like {k}, got shape {value}")
+        return InvalidValueError(v, f"must have {key[-3]} heads like {k}, got shape {value}")
     return InvalidValueError(
-        f"{q} must have a multiple of {k}'s {key[-3]} heads, got {query[-3]} heads in shape {query}"
+        q, f"must have a multiple of {k}'s {key[-3]} heads, got {query[-3]} heads in shape {query}"
     )
 
 
@@ -201,8 +199,9 @@ def validate_band(
     causal = require_flag("causal", causal)
     if causal_offset is not None and not (causal or window is not None or scale_asks or has_alibi):
         raise InvalidValueError(
-            "causal_offset must come with causal=True, a window, alibi or a policy that asks for positions, "
-            f"got causal_offset={causal_offset!r} alone, which would hide nothing"
+            "causal_offset",
+            "must come with causal=True, a window, alibi or a policy that asks for positions, "
+            f"got causal_offset={causal_offset!r} alone, which would hide nothing",
         )
     needs_offset = causal or window is not None or has_alibi
     offset = _validate_offset(causal_offset, needs_offset, queries, keys)
@@ -221,7 +220,7 @@ def _bound(position: int) -> int:
 def require_flag(name: str, value: bool) -> bool:
     """True or False: text, a number or an array would be taken for the truth of something else."""
     if not isinstance(value, bool | np.bool_):
-        raise InvalidTypeError(f"{name} must be True or False, got {value!r}")
+        raise InvalidTypeError(name, f"must be True or False, got {value!r}")
     return bool(value)
 
 
@@ -229,21 +228,21 @@ def _validate_offset(causal_offset: int | None, is_needed: bool, queries: int, k
     if causal_offset is None:
         if queries != keys and is_needed:
             raise InvalidValueError(
-                f"causal_offset must be given with {queries} queries and {keys} keys: "
-                f"{keys - queries} aligns the ends, 0 the starts"
+                "causal_offset",
+                f"must be given with {queries} queries and {keys} keys: {keys - queries} aligns the ends, 0 the starts",
             )
         return 0
     if isinstance(causal_offset, bool) or not isinstance(causal_offset, int | np.integer):
-        raise InvalidTypeError(f"causal_offset must be an integer, got {causal_offset!r}")
+        raise InvalidTypeError("causal_offset", f"must be an integer, got {causal_offset!r}")
     return int(causal_offset)
 
 
 def _validate_window(window: Window) -> Window:
     if not isinstance(window, Sequence) or isinstance(window, str) or len(window) != 2:
-        raise InvalidValueError(f"window must be a pair (left, right), got {window!r}")
+        raise InvalidValueError("window", f"must be a pair (left, right), got {window!r}")
     for side in window:
         if side is not None and (isinstance(side, bool) or not isinstance(side, int | np.integer) or side < 0):
-            raise InvalidValueError(f"window must hold whole numbers ≥ 0 or None, got {window!r}")
+            raise InvalidValueError("window", f"must hold whole numbers ≥ 0 or None, got {window!r}")
     left, right = (None if side is None else int(side) for side in window)
     return (left, right)
 
@@ -251,9 +250,9 @@ def _validate_window(window: Window) -> Window:
 def validate_softcap(softcap: float) -> float:
     """A number that is positive and finite."""
     if isinstance(softcap, bool) or not isinstance(softcap, int | float | np.number):
-        raise InvalidTypeError(f"softcap must be a number, got {softcap!r}")
+        raise InvalidTypeError("softcap", f"must be a number, got {softcap!r}")
     if not 0.0 < softcap < math.inf:
-        raise InvalidValueError(f"softcap must be positive and finite, got {softcap}")
+        raise InvalidValueError("softcap", f"must be positive and finite, got {softcap}")
     return float(softcap)
 
 
@@ -268,7 +267,7 @@ def broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
 def _validate_mask(mask: npt.ArrayLike, shape: tuple[int, ...]) -> Array:
     array = _as_array("mask", mask)
     if array.dtype != np.bool_ and array.dtype not in _CODES and not _learn(array.dtype):
-        raise InvalidTypeError(f"mask must be boolean (True: may attend) or additive float, got {array.dtype}")
+        raise InvalidTypeError("mask", f"must be boolean (True: may attend) or additive float, got {array.dtype}")
     require_mask_shape("mask", array.shape, shape)
     if array.dtype != np.bool_:
         warn_of_truth_values(array)
@@ -278,13 +277,13 @@ def _validate_mask(mask: npt.ArrayLike, shape: tuple[int, ...]) -> Array:
 def require_mask_shape(name: str, shape: tuple[int, ...], to: tuple[int, ...]) -> None:
     """Refuse a mask that does not broadcast to `[..., H, L, S]`."""
     if not broadcasts(shape, to):
-        raise InvalidValueError(f"{name} must broadcast to [..., H, L, S] = {tuple(to)}, got {tuple(shape)}")
+        raise InvalidValueError(name, f"must broadcast to [..., H, L, S] = {tuple(to)}, got {tuple(shape)}")
 
 
 def require_sinks_shape(shape: tuple[int, ...], heads: int) -> None:
     """Refuse sinks that are not one logit per query head."""
     if tuple(shape) != (heads,):
-        raise InvalidValueError(f"sinks must have shape [H] = ({heads},), got {tuple(shape)}")
+        raise InvalidValueError("sinks", f"must have shape [H] = ({heads},), got {tuple(shape)}")
 
 
 def require_scale_shape(name: str, kind: str, shape: tuple[int, ...], rows: tuple[int, ...], rows_known: bool) -> None:
@@ -295,11 +294,12 @@ def require_scale_shape(name: str, kind: str, shape: tuple[int, ...], rows: tupl
     shape, rows = tuple(shape), tuple(rows)
     if len(shape) == 1 and len(rows) > 1 and not rows_known:
         raise InvalidValueError(
-            f"{name} must broadcast to [..., H, L] = {rows}; a one-dimensional {kind} {shape} would mean rows: "
-            "use scale[:, None] for one number per head, scale[None, :] for one per query"
+            name,
+            f"must broadcast to [..., H, L] = {rows}; a one-dimensional {kind} {shape} would mean rows: "
+            "use scale[:, None] for one number per head, scale[None, :] for one per query",
         )
     if not broadcasts(shape, rows):
-        raise InvalidValueError(f"{name} must broadcast to [..., H, L] = {rows}, got {shape}")
+        raise InvalidValueError(name, f"must broadcast to [..., H, L] = {rows}, got {shape}")
 
 
 def warn_of_truth_values(mask: Any) -> None:
@@ -327,11 +327,11 @@ def warn_of_truth_values(mask: Any) -> None:
 def _validate_sinks(sinks: npt.ArrayLike, heads: int) -> Array:
     array = _as_array("sinks", sinks)
     if array.dtype not in _CODES and not _learn(array.dtype):
-        raise InvalidTypeError(f"sinks must be floating, one logit per query head, got {array.dtype}")
+        raise InvalidTypeError("sinks", f"must be floating, one logit per query head, got {array.dtype}")
     require_sinks_shape(array.shape, heads)
     wide = array.astype(np.float64)
     if not np.isfinite(wide).all():
-        raise InvalidValueError(f"sinks must be finite, got {sinks!r}")
+        raise InvalidValueError("sinks", f"must be finite, got {sinks!r}")
     return wide
 
 
@@ -339,17 +339,17 @@ def require_alibi_shape(shape: tuple[int, ...], query: tuple[int, ...]) -> tuple
     """The shape in which slopes `[..., H]` broadcast to `[..., H, L]`; others are refused."""
     heads = tuple(query[:-2]) or (1,)
     if not broadcasts(shape, heads):
-        raise InvalidValueError(f"alibi must broadcast to [..., H] = {heads}, got {tuple(shape)}")
+        raise InvalidValueError("alibi", f"must broadcast to [..., H] = {heads}, got {tuple(shape)}")
     return (1,) if len(query) == 2 else (*shape, 1)
 
 
 def _validate_alibi(alibi: npt.ArrayLike, query: tuple[int, ...]) -> Array:
     array = _as_array("alibi", alibi)
     if array.dtype not in _CODES and not _learn(array.dtype):
-        raise InvalidTypeError(f"alibi must be floating, one slope per query head, got {array.dtype}")
+        raise InvalidTypeError("alibi", f"must be floating, one slope per query head, got {array.dtype}")
     wide = array.astype(np.float64).reshape(require_alibi_shape(array.shape, query))
     if not np.isfinite(wide).all():
-        raise InvalidValueError(f"alibi must be finite, got {alibi!r}")
+        raise InvalidValueError("alibi", f"must be finite, got {alibi!r}")
     return wide
 
 
@@ -373,10 +373,10 @@ def _validate_scale(
         return policy, None, given
     array = _as_array(name, cast(npt.ArrayLike, given))
     if array.dtype.name not in FLOATS and array.dtype.kind not in "iu":
-        raise InvalidTypeError(f"{name} must be a number, an array, a policy or its name, got {given!r}")
+        raise InvalidTypeError(name, f"must be a number, an array, a policy or its name, got {given!r}")
     array = array.astype(np.float64)
     if not np.isfinite(array).all():
-        raise InvalidValueError(f"{name} must be finite, got {given!r}")
+        raise InvalidValueError(name, f"must be finite, got {given!r}")
     if not array.ndim:
         return policy, None, float(array)
     require_scale_shape(name, "array", array.shape, query.shape[:-1], rows_known)

@@ -216,10 +216,10 @@ def attention_gradients(
     grad = as_float_array("grad_output", grad_output)
     expected = (*call.query.shape[:-1], call.d_v)
     if grad.shape != expected:
-        raise InvalidValueError(f"grad_output must have the output's shape {expected}, got {grad.shape}")
+        raise InvalidValueError("grad_output", f"must have the output's shape {expected}, got {grad.shape}")
     dtype = call.query.dtype
     if grad.dtype != dtype:
-        raise InvalidTypeError(f"grad_output must have the dtype of q, {dtype}, got {grad.dtype}")
+        raise InvalidTypeError("grad_output", f"must have the dtype of q, {dtype}, got {grad.dtype}")
     plan, request = backends.plan(), GradientRequest(grad)
     engine = _choose(call, request, plan)
     ready = call if call.policy is None else _prepare(call, engine)

@@ -154,9 +154,9 @@ def use_threads(count: int | None) -> AbstractContextManager[None]:
     """
     if count is not None:
         if isinstance(count, bool) or not isinstance(count, int):
-            raise InvalidTypeError(f"count must be an integer, got {count!r}")
+            raise InvalidTypeError("count", f"must be an integer, got {count!r}")
         if not 1 <= count <= MAX_THREADS:
-            raise InvalidValueError(f"count must lie between 1 and {MAX_THREADS}, got {count}")
+            raise InvalidValueError("count", f"must lie between 1 and {MAX_THREADS}, got {count}")
     before = _choose(threads=count).threads
     return _Restoring(lambda: _choose(threads=before))
 
@@ -230,13 +230,11 @@ def _make_plan(choice: _Choice) -> Plan:
 
 def _require_running(argument: str, name: Any) -> None:
     if not isinstance(name, str):
-        raise InvalidTypeError(f"{argument} must be a backend's name or None, got {name!r}")
+        raise InvalidTypeError(argument, f"must be a backend's name or None, got {name!r}")
     backend = inspect(name)
     if not backend.runs_here:
         here = ", ".join(other.name for other in list() if other.runs_here)
-        raise InvalidValueError(
-            f"{argument} must be a backend that runs here ({here}), got {name!r}: {backend.why_not}"
-        )
+        raise InvalidValueError(argument, f"must be a backend that runs here ({here}), got {name!r}: {backend.why_not}")
 
 
 def _load_kernel() -> tuple[ModuleType | None, str | None]:

@@ -41,16 +41,16 @@ def find_checkpoint(name: str) -> Path:
     if name and path.is_dir():
         _require_model(path)
         return path
-    expected = "MODEL must be a directory or an installed package with config.json and safetensors"
+    expected = "must be a directory or an installed package with config.json and safetensors"
     if path.is_file():
-        raise InvalidValueError(f"{expected}, got the file {name!r}")
+        raise InvalidValueError("MODEL", f"{expected}, got the file {name!r}")
     roots = list(_find_package(name))
     if not roots:
-        raise InvalidValueError(f"{expected}, got {name!r}, which is neither")
+        raise InvalidValueError("MODEL", f"{expected}, got {name!r}, which is neither")
     models = [directory for root in roots for directory in _find_models(root)]
     if len(models) != 1:
         listed = ", ".join(str(model) for model in models) or "no config.json"
-        raise InvalidValueError(f"{expected}, got the package {name!r}, in which there is {listed}")
+        raise InvalidValueError("MODEL", f"{expected}, got the package {name!r}, in which there is {listed}")
     _require_model(models[0])
     return models[0]
 
@@ -81,13 +81,14 @@ def _require_model(path: Path) -> None:
     """Refuse a directory that cannot be loaded as a model, before anything heavy is imported."""
     if (path / "adapter_config.json").is_file():
         raise InvalidValueError(
-            f"MODEL must hold a whole model, got an adapter in {str(path)!r}; "
-            "merge it (PEFT's merge_and_unload) and save the result"
+            "MODEL",
+            f"must hold a whole model, got an adapter in {str(path)!r}; "
+            "merge it (PEFT's merge_and_unload) and save the result",
         )
     config = path / "config.json"
     if not config.is_file():
         raise InvalidValueError(
-            f"MODEL must be a directory with config.json and safetensors, got none in {str(path)!r}"
+            "MODEL", f"must be a directory with config.json and safetensors, got none in {str(path)!r}"
         )
     try:
         content = json.loads(read_bounded(config, _LONGEST_CONFIG).decode())
@@ -101,10 +102,11 @@ def _require_model(path: Path) -> None:
         pickled = sorted(one.name for pattern in _PICKLED for one in path.glob(pattern))
         if pickled:
             raise InvalidValueError(
-                f"MODEL must have its weights as safetensors, got {pickled[0]}, a pickle, which can run any code when "
-                "it is read; where you trust it, load it in Python and save it with save_pretrained"
+                "MODEL",
+                f"must have its weights as safetensors, got {pickled[0]}, a pickle, which can run any code when "
+                "it is read; where you trust it, load it in Python and save it with save_pretrained",
             )
-        raise InvalidValueError(f"MODEL must have its weights as safetensors, got none in {str(path)!r}")
+        raise InvalidValueError("MODEL", f"must have its weights as safetensors, got none in {str(path)!r}")
 
 
 def _require_buildable(config: Mapping[str, Any], path: Path) -> None:

@@ -97,7 +97,7 @@ def run_app(program: typer.Typer, name: str, arguments: list[str] | None) -> NoR
     try:
         code = program(args=arguments, standalone_mode=False, prog_name=name)
     except SqrtdkError as error:
-        fail(name_options(str(error), _list_options(program)), 2)
+        fail(name_options(error, _list_options(program)), 2)
     except OSError as error:  # a full disk, a file that is gone: nothing that a traceback would explain
         fail(str(error), 1)
     except Exception as error:

@@ -169,7 +169,7 @@ def _read_rows(seen: Any) -> Mapping[str, Sequence[ScoreRow]]:
     source = getattr(seen, "seen", seen)
     layers = source if isinstance(source, Mapping) else getattr(source, "rows", None)
     if not isinstance(layers, Mapping):
-        raise InvalidTypeError(f"seen must be what watch(model, keep_rows=N) gives, got {type(seen).__name__}")
+        raise InvalidTypeError("seen", f"must be what watch(model, keep_rows=N) gives, got {type(seen).__name__}")
     layers = {path: rows for path, rows in layers.items() if len(rows)}
     if not layers:
         raise InvalidValueError("seen has no rows; watch with keep_rows=64, or another number of rows per layer")
@@ -178,17 +178,17 @@ def _read_rows(seen: Any) -> Mapping[str, Sequence[ScoreRow]]:
 
 def _require(name: str, value: Any, above: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | np.number):
-        raise InvalidTypeError(f"{name} must be numbers, got {value!r}")
+        raise InvalidTypeError(name, f"must be numbers, got {value!r}")
     if not above < value < math.inf:
-        raise InvalidValueError(f"{name} must be above {above:g} and finite, got {value}")
+        raise InvalidValueError(name, f"must be above {above:g} and finite, got {value}")
     return float(value)
 
 
 def _require_length(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise InvalidTypeError(f"lengths must be integers, got {value!r}")
+        raise InvalidTypeError("lengths", f"must be integers, got {value!r}")
     if value < 2:
-        raise InvalidValueError(f"lengths must be at least 2, got {value}")
+        raise InvalidValueError("lengths", f"must be at least 2, got {value}")
     return float(value)
 
 

@@ -31,8 +31,9 @@ def open_destination(to: Any) -> Destination:
     if callable(to):
         return to  # type: ignore[no-any-return]
     raise InvalidTypeError(
-        "to must be a path, an object with add_scalar (a TensorBoard SummaryWriter) or a function of (step, mapping), "
-        f"got {type(to).__name__}"
+        "to",
+        "must be a path, an object with add_scalar (a TensorBoard SummaryWriter) or a function of (step, mapping), "
+        f"got {type(to).__name__}",
     )
 
 
@@ -45,7 +46,7 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         if path.is_dir() or not path.parent.is_dir():
             reason = "it is a directory" if path.is_dir() else f"there is no directory {path.parent}"
-            raise InvalidValueError(f"to must be a path of a file that can be written, got {str(path)!r}: {reason}")
+            raise InvalidValueError("to", f"must be a path of a file that can be written, got {str(path)!r}: {reason}")
         self._path = path
         self._is_mended = False
 

@@ -106,7 +106,7 @@ def _by_path(summaries: Any, argument: str, kinds: tuple[type, ...] = (HeadSumma
     if not isinstance(layers, Mapping):
         kind = type(summaries).__name__
         raise InvalidTypeError(
-            f"{argument} must be a {kinds[0].__name__} or a mapping from layer path to one, got {kind}"
+            argument, f"must be a {kinds[0].__name__} or a mapping from layer path to one, got {kind}"
         )
     for path, summary in layers.items():
         if not isinstance(summary, kinds):
@@ -122,7 +122,7 @@ def _check_causes(causes: Any) -> list[tuple[float, Mapping[str | None, CauseSpl
         return [(np.inf, _by_path(causes, "causes", (CauseSplit,)))]
     for entry in causes:
         if not isinstance(entry, tuple | list) or len(entry) != 2:
-            raise InvalidTypeError(f"causes must be a mapping by layer path or pairs (step, mapping), got {entry!r}")
+            raise InvalidTypeError("causes", f"must be a mapping by layer path or pairs (step, mapping), got {entry!r}")
     return [(float(step), _by_path(layers, f"causes at step {step}", (CauseSplit,))) for step, layers in causes]
 
 
@@ -133,17 +133,17 @@ def _check_history(history: Any) -> list[tuple[float, Mapping[str | None, HeadSu
     heads: dict[str | None, int] = {}
     for entry in history:
         if not isinstance(entry, tuple | list) or len(entry) != 2:
-            raise InvalidTypeError(f"history must be pairs (step, summaries), got {entry!r}")
+            raise InvalidTypeError("history", f"must be pairs (step, summaries), got {entry!r}")
         if not isinstance(entry[0], int | float | np.number):
-            raise InvalidTypeError(f"history must have numbers as steps, got {entry[0]!r}")
+            raise InvalidTypeError("history", f"must have numbers as steps, got {entry[0]!r}")
         step, layers = float(entry[0]), _by_path(entry[1], f"history at step {entry[0]}", (HeadSummary, TrendPoint))
         if not np.isfinite(step) or (trend and step <= trend[-1][0]):
             before = f" after step {trend[-1][0]:g}" if trend else ""
-            raise InvalidValueError(f"history must have finite, ascending steps, got {step:g}{before}")
+            raise InvalidValueError("history", f"must have finite, ascending steps, got {step:g}{before}")
         for path, summary in layers.items():
             if heads.setdefault(path, summary.heads) != summary.heads:
                 raise InvalidValueError(
-                    f"history must keep the number of heads of {path!r}, got {heads[path]}, then {summary.heads}"
+                    "history", f"must keep the number of heads of {path!r}, got {heads[path]}, then {summary.heads}"
                 )
         trend.append((step, layers))
     return trend
@@ -157,7 +157,9 @@ def _check_pressures(pressures: Any, layers: Layers) -> dict[str | None, Array]:
             continue
         if path not in layers:
             expected = "a mapping from layer path to [H]" if path is None else "among the layers of summaries"
-            raise InvalidValueError(f"pressures must be {expected}, got {'one array' if path is None else repr(path)}")
+            raise InvalidValueError(
+                "pressures", f"must be {expected}, got {'one array' if path is None else repr(path)}"
+            )
         array = np.asarray(values, np.float64)
         if array.shape != (layers[path].heads,):
             raise InvalidValueError(f"pressures of {path!r} must have shape [{layers[path].heads}], got {array.shape}")
@@ -170,7 +172,7 @@ def _name_dtypes(dtype: Any, layers: Layers) -> dict[str | None, str]:
     if isinstance(dtype, Mapping):
         strange = [path for path in dtype if path not in layers]
         if strange:
-            raise InvalidValueError(f"dtype must name layers of summaries, got {strange[0]!r}")
+            raise InvalidValueError("dtype", f"must name layers of summaries, got {strange[0]!r}")
         return {path: name_dtype(one) for path, one in dtype.items() if one is not None}
     return {} if dtype is None else dict.fromkeys(layers, name_dtype(dtype))
 

@@ -1,7 +1,11 @@
 """The errors sqrtdk raises: every one names the argument, what was expected, what came and what to do."""
 
+from __future__ import annotations
+
 import sys
 import warnings
+from collections.abc import Mapping
+from typing import Self
 
 __all__ = [
     "FallbackWarning",
@@ -14,11 +18,43 @@ __all__ = [
 
 
 class SqrtdkError(Exception):
-    """Base of every error that sqrtdk raises on purpose.
+    """Base of every error that sqrtdk raises on purpose; `argument` is the name of the argument it is about, or None.
+
+    Args:
+        about: the argument's name; without `says` the whole message.
+        says: what is wrong with the argument: the message goes on with it.
+        mentions: other arguments that `says` names.
+        each: the message is about each item of the argument.
 
     >>> issubclass(InvalidValueError, (SqrtdkError, ValueError))
     True
+    >>> error = InvalidValueError("d_ks", "must be at least 1, got 0", each=True)
+    >>> error.argument, str(error)
+    ('d_ks', 'each of d_ks must be at least 1, got 0')
     """
+
+    def __init__(self, about: str = "", says: str | None = None, *mentions: str, each: bool = False) -> None:
+        self.argument = None if says is None else about
+        self._rest = (says, mentions, each)
+        super().__init__(about if says is None else f"{'each of ' if each else ''}{about} {says}")
+
+    def rename(self, names: Mapping[str, str]) -> Self:
+        """The same error with other names for its arguments, as those of options.
+
+        >>> str(InvalidValueError("d_k", "must be at most n, got 9", "n").rename({"d_k": "--d-k", "n": "--n"}))
+        '--d-k must be at most --n, got 9'
+        >>> str(unknown_name("task", "recal", ["recall"]).rename({"task": "--task"}))[:27]
+        "--task: unknown task 'recal"
+        """
+        name = names.get(self.argument or "")
+        says, mentions, each = self._rest
+        if name is None:
+            return self
+        if says is None:
+            return type(self)(f"{name}: {self}")
+        for mention in mentions:
+            says = says.replace(mention, names.get(mention, mention), 1)
+        return type(self)(name, says, each=each)
 
 
 class InvalidValueError(SqrtdkError, ValueError):
@@ -58,8 +94,10 @@ def missing_extra(package: str, extra: str) -> MissingExtraError:
     return MissingExtraError(f'{package} is not installed; it comes with: pip install "sqrtdk[{extra}]"')
 
 
-def unknown_name(kind: str, name: str, known: list[str]) -> InvalidValueError:
+def unknown_name(kind: str, name: str, known: list[str], argument: str | None = None) -> InvalidValueError:
     """Build the error for a name that is not registered; it lists the known ones and points at the likeliest.
+
+    Its `argument` is the kind, unless another is given.
 
     >>> print(unknown_name("task", "recal", ["recall", "text"]))
     unknown task 'recal'; known: recall, text; did you mean 'recall'?
@@ -68,4 +106,6 @@ def unknown_name(kind: str, name: str, known: list[str]) -> InvalidValueError:
 
     likeliest = get_close_matches(str(name), known, n=1)
     hint = f"; did you mean {likeliest[0]!r}?" if likeliest else ""
-    return InvalidValueError(f"unknown {kind} {name!r}; known: {', '.join(sorted(known))}{hint}")
+    error = InvalidValueError(f"unknown {kind} {name!r}; known: {', '.join(sorted(known))}{hint}")
+    error.argument = argument or kind
+    return error

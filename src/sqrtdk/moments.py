@@ -271,7 +271,7 @@ class Moments(Shown):
     def quantile(self, probability: float) -> Array:
         """A quantile per head from the histogram, to 3% of a value up to 1e9 (1e-3 near zero); NaN without rows."""
         if not 0.0 <= probability <= 1.0:
-            raise InvalidValueError(f"probability must lie in [0, 1], got {probability}")
+            raise InvalidValueError("probability", f"must lie in [0, 1], got {probability}")
         lower = np.insert(BIN_EDGES, 0, -np.inf)
         cumulative = self.histogram.cumsum(axis=-1)
         bins = (cumulative >= np.maximum(np.ceil(probability * self.count), 1)[..., None]).argmax(axis=-1)

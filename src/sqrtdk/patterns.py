@@ -52,7 +52,7 @@ def rows_that_see(summary: HeadSummary, keys: int) -> Array:
     [40, 39, 9]
     """
     if not 0 <= keys <= 33:
-        raise InvalidValueError(f"keys must lie in 0 to 33, where the histogram tells neighbours apart, got {keys}")
+        raise InvalidValueError("keys", f"must lie in 0 to 33, where the histogram tells neighbours apart, got {keys}")
     first = np.searchsorted(BIN_EDGES, keys, side="right")
     return np.asarray(summary["visible_keys"].histogram[:, first:].sum(axis=1))
 
@@ -87,7 +87,7 @@ def pattern_of(summary: HeadSummary, head: int) -> str:
     """
     _check(summary)
     if isinstance(head, bool) or not isinstance(head, int | np.integer) or not 0 <= head < summary.heads:
-        raise InvalidValueError(f"head must be an integer from 0 to {summary.heads - 1}, got {head!r}")
+        raise InvalidValueError("head", f"must be an integer from 0 to {summary.heads - 1}, got {head!r}")
     return patterns(summary)[head]
 
 
@@ -126,4 +126,4 @@ def _name_offset(offset: int) -> str:
 
 def _check(summary: HeadSummary) -> None:
     if not isinstance(summary, HeadSummary):
-        raise InvalidTypeError(f"summary must be a HeadSummary, got {type(summary).__name__}")
+        raise InvalidTypeError("summary", f"must be a HeadSummary, got {type(summary).__name__}")

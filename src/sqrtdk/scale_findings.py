@@ -70,7 +70,7 @@ def scale_tolerance(dtype: Any) -> float:
 
 def _read(scales: Any, paths: Sequence[str | None], epsilon: float) -> list[_LayerScale]:
     if isinstance(scales, Mapping | str) or not isinstance(scales, Sequence):
-        raise InvalidTypeError(f"scales must be a sequence of records, one per layer, got {type(scales).__name__}")
+        raise InvalidTypeError("scales", f"must be a sequence of records, one per layer, got {type(scales).__name__}")
     layers = []
     for at, record in enumerate(scales):
         if not isinstance(record, Mapping):
@@ -106,10 +106,10 @@ def _read(scales: Any, paths: Sequence[str | None], epsilon: float) -> list[_Lay
 
 def _finite(value: Any, argument: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | np.number):
-        raise InvalidTypeError(f"{argument} must be a number or None, got {value!r}")
+        raise InvalidTypeError(argument, f"must be a number or None, got {value!r}")
     number = float(value)
     if not math.isfinite(number):
-        raise InvalidValueError(f"{argument} must be finite, or None where it is not known, got {number}")
+        raise InvalidValueError(argument, f"must be finite, or None where it is not known, got {number}")
     return number
 
 

@@ -129,7 +129,7 @@ def register(policy: type[Policy]) -> type[Policy]:
     True
     """
     if not policy.name or not policy.formula or not policy.source:
-        raise InvalidValueError(f"{policy.__name__} must state name, formula and source before it is registered")
+        raise InvalidValueError(policy.__name__, "must state name, formula and source before it is registered")
     if policy.name in _registry:
         raise InvalidValueError(f"a policy named {policy.name!r} is registered already")
     _registry[policy.name] = policy
@@ -158,7 +158,7 @@ def policy_type(name: str) -> type[Policy]:
             f"{name!r} has parameters to train and works on tensors: it is sqrtdk.torch.nn.{LEARNABLE[name].module}; "
             f"by the bare name {name!r} it is known to ScaledAttention there and to `sqrtdk ablate`"
         )
-    raise unknown_name("scaling policy", name, names())
+    raise unknown_name("scaling policy", name, names(), "scale")
 
 
 def get(name: str, *args: Any, **kwargs: Any) -> Policy:
@@ -198,7 +198,7 @@ def resolve(scale: str | Policy | None) -> Policy:
         return get(scale)
     if isinstance(scale, Policy):
         return scale
-    raise InvalidTypeError(f"scale must be a policy, a policy's name or None here, got {type(scale).__name__}")
+    raise InvalidTypeError("scale", f"must be a policy, a policy's name or None here, got {type(scale).__name__}")
 
 
 def _require_finite(name: str, value: Factor, *, positive: bool = False) -> None:
@@ -206,9 +206,9 @@ def _require_finite(name: str, value: Factor, *, positive: bool = False) -> None
         return  # the usual case, and one that torch.compile can trace
     array = np.asarray(value)
     if array.dtype.kind not in "iuf":
-        raise InvalidTypeError(f"{name} must be a number, got {value!r}")
+        raise InvalidTypeError(name, f"must be a number, got {value!r}")
     if not np.isfinite(array).all() or (positive and not (array > 0).all()):
-        raise InvalidValueError(f"{name} must be {'positive and ' if positive else ''}finite, got {value!r}")
+        raise InvalidValueError(name, f"must be {'positive and ' if positive else ''}finite, got {value!r}")
 
 
 def _as_floats(x: Any) -> Any:

@@ -52,10 +52,10 @@ def _axes(axis: int | tuple[int, ...] | None, rank: int) -> tuple[int, ...]:
     axes = axis if isinstance(axis, tuple) else (axis,)
     for at in axes:
         if isinstance(at, bool) or not hasattr(at, "__index__"):
-            raise InvalidTypeError(f"axis must be an integer, a tuple of integers or None, got {axis!r}")
+            raise InvalidTypeError("axis", f"must be an integer, a tuple of integers or None, got {axis!r}")
     places = tuple(at + rank if at < 0 else at for at in axes)
     if any(not 0 <= at < rank for at in places) or len(set(places)) < len(places):
-        raise InvalidValueError(f"axis must name different axes from {-rank} to {rank - 1}, got {axis!r}")
+        raise InvalidValueError("axis", f"must name different axes from {-rank} to {rank - 1}, got {axis!r}")
     return places
 
 

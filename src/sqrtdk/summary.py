@@ -84,7 +84,7 @@ class MaxKeys(Shown):
             InvalidValueError: for an offset that is not counted apart.
         """
         if isinstance(offset, bool) or not isinstance(offset, int | np.integer) or abs(offset) > FARTHEST:
-            raise InvalidValueError(f"offset must be an integer from {-FARTHEST} to {FARTHEST}, got {offset!r}")
+            raise InvalidValueError("offset", f"must be an integer from {-FARTHEST} to {FARTHEST}, got {offset!r}")
         rows = self.rows
         return np.where(rows > 0, self.offsets[:, offset + FARTHEST + 1] / np.maximum(rows, 1), np.nan)
 
@@ -162,7 +162,7 @@ class HeadSummary(Shown):
     def of(statistics: AttentionStatistics) -> HeadSummary:
         """Summarise row statistics `[..., H, L]` (or `[L]`, one head) over batch and rows; tensors go to the host."""
         if not isinstance(statistics, AttentionStatistics):
-            raise InvalidTypeError(f"statistics must be AttentionStatistics, got {type(statistics).__name__}")
+            raise InvalidTypeError("statistics", f"must be AttentionStatistics, got {type(statistics).__name__}")
         (summary,) = summarise([RowBlock.of(statistics)])
         return summary
 
@@ -174,7 +174,7 @@ class HeadSummary(Shown):
     def merge(self, other: HeadSummary) -> HeadSummary:
         """The summary of both sets of rows together; counts exactly, floats to about 1e-12."""
         if self.heads != other.heads:
-            raise InvalidValueError(f"other must have {self.heads} heads, got {other.heads}")
+            raise InvalidValueError("other", f"must have {self.heads} heads, got {other.heads}")
         return HeadSummary(
             by_statistic=self.by_statistic.merge(other.by_statistic),
             rows_seen=self.rows_seen + other.rows_seen,

@@ -19,8 +19,6 @@ from benchmarks.task import Answer
 from benchmarks.tensors import BackwardCase
 from sqrtdk import backends
 from sqrtdk.errors import InvalidValueError
-from sqrtdk.report import figure_for
-from sqrtdk.report.panels import Line, Points
 
 
 def rng():
@@ -401,41 +399,16 @@ def test_threads_are_the_same_for_torch_and_given_back(tiny):
     assert (torch.get_num_threads(), backends.threads()) == (2, own)
 
 
-def test_figure_shows_every_ratio_with_its_interval():
-    from example_records import make_bench
-
-    record = make_bench()
-    panels = figure_for(record).panels
-    points = [series for series in panels[0].series if isinstance(series, Points)]
-    known = [row for row in record.tables["ratios"] if row["ratio"] is not None]
-    assert sorted(x for series in points for x in series.x) == sorted(row["ratio"] for row in known)
-    ends = [series.x for series in panels[0].series if isinstance(series, Line)]
-    assert ends == [(row["low"], row["high"]) for row in known]
-    assert panels[0].x.low < 0.8
-    assert [panel.title for panel in panels[1:]] == [
-        "Time of one head over N",
-        "Peak memory beyond inputs and results",
-    ]
-
-
-def test_nothing_is_not_drawn(tiny):
-    record = replace(run_benchmark(["overhead"], rounds=5, backend="reference"), curves={})
-    emptied = replace(record, tables={name: [] for name in record.tables})
-    with pytest.raises(InvalidValueError, match="must hold a number to draw"):
-        figure_for(emptied)
-
-
 @pytest.mark.parametrize("as_json", [False, True])
 def test_a_busy_machine_is_said_and_is_an_error(tiny, monkeypatch, capsys, tmp_path, as_json):
     monkeypatch.setattr(benchmark, "Prober", lambda level, threads: Script(*[GOOD, BAD] * 50))
-    raw, figure = tmp_path / "bench.json", tmp_path / "bench.png"
-    line = f"--suite overhead --rounds 5 --backend reference --output {raw} --plot {figure}"
+    raw = tmp_path / "bench.json"
+    line = f"--suite overhead --rounds 5 --backend reference --output {raw}"
     with pytest.raises(SystemExit) as ended:
         main([*line.split(), *(["--json"] if as_json else [])])
     out, err = capsys.readouterr()
     assert ended.value.code == 1
-    assert "sqrtdk: the machine was too busy: in no case did 5 rounds count, so there is no figure; try again" in err
-    assert not figure.exists()
+    assert "sqrtdk: the machine was too busy: in no case did 5 rounds count; try again" in err
     assert json.loads(raw.read_text())["ratios"][0]["ratio"] is None
     if as_json:
         assert json.loads(out)["ratios"]
@@ -445,10 +418,9 @@ def test_a_busy_machine_is_said_and_is_an_error(tiny, monkeypatch, capsys, tmp_p
 
 
 @pytest.mark.slow
-def test_command_writes_json_and_figure(tiny, capsys, tmp_path):
-    pytest.importorskip("matplotlib")
-    raw, figure = tmp_path / "bench.json", tmp_path / "bench.png"
-    line = f"--suite overhead --rounds 5 --backend reference --output {raw} --plot {figure} --json"
+def test_command_writes_json(tiny, capsys, tmp_path):
+    raw = tmp_path / "bench.json"
+    line = f"--suite overhead --rounds 5 --backend reference --output {raw} --json"
     with pytest.raises(SystemExit) as ended:
         main(line.split())
     assert not ended.value.code
@@ -457,7 +429,6 @@ def test_command_writes_json_and_figure(tiny, capsys, tmp_path):
     assert "curves" not in printed
     assert written["curves"]["cases"][0]["seconds"]["sqrtdk"]
     assert written["ratios"] == printed["ratios"]
-    assert figure.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SystemExit):
         main(["--suite", "overhead", "--rounds", "5"])
     assert "overhead case" in capsys.readouterr().out
@@ -474,7 +445,6 @@ def test_command_writes_json_and_figure(tiny, capsys, tmp_path):
         (["--threads", "0"], "--threads must lie between 1 and 256, got 0"),
         (["--backend", "sse"], "unknown backend 'sse'; known: avx2, avx512, avx512_bf16, portable, reference"),
         (["--output", "no/such/place.json"], "--output must lie in an existing directory"),
-        (["--plot", "figure.pdf"], "--plot must end in .png, .svg, .html"),
     ],
 )
 def test_wrong_options_are_one_line(arguments, message, capsys):

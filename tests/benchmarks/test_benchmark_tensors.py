@@ -11,7 +11,6 @@ from benchmarks.cases import Case
 from benchmarks.contenders import find_contender
 from benchmarks.tensors import BackwardCase, RecordedCase
 from sqrtdk import backends
-from sqrtdk.report import figure_for
 
 torch = pytest.importorskip("torch")
 
@@ -148,18 +147,6 @@ def test_ratios_say_what_the_errors_are_of():
     (cost,) = tabulation.tabulate_costs([forward], rng())
     assert (cost["cost_of"], round(cost["percent"], 6)) == ("all statistics, tensors", 10.0)
     assert [row["error_of"] for row in tabulation.tabulate_timings([backward])] == ["gradients, relative"] * 2
-
-
-def test_gradients_have_their_own_panel():
-    from example_records import make_bench
-
-    record = make_bench()
-    row = record.tables["ratios"][0]
-    tensors = row | {"suite": "tensors", "subject": "sqrtdk.torch"}
-    gradients = row | {"suite": "tensors", "subject": BOTH[0], "peer": BOTH[1]}
-    figure = figure_for(replace(record, tables=record.tables | {"ratios": [gradients, tensors]}))
-    assert [panel.title for panel in figure.panels[:2]] == ["Tensors, forward", "Tensors, forward and backward"]
-    assert all(panel.series[-1].symbol == "square" for panel in figure.panels[:2])
 
 
 def test_recorded_calls_are_compared_among_themselves():

@@ -110,7 +110,7 @@ def compare(now: Audit, before: Audit) -> Comparison:
     """
     for name, audit in (("now", now), ("before", before)):
         if not isinstance(audit, Audit):
-            raise InvalidTypeError(f"{name} must be an Audit, got {type(audit).__name__}")
+            raise InvalidTypeError(name, f"must be an Audit, got {type(audit).__name__}")
     others = {(head.layer, head.head): head for head in before.heads}
     pairs = [(head, others[head.layer, head.head]) for head in now.heads if (head.layer, head.head) in others]
     changes = sorted((_change(head, other) for head, other in pairs), key=_remarkable_first)

@@ -107,6 +107,19 @@ def _render_wide(caption: str, rows: str, kind: str = "") -> str:
     return f'{above}<div class="wide" tabindex="0"><table class="{kind}">{rows}</table></div>'
 
 
+def _render_rows(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Texts as a table; a column without a name numbers its rows."""
+    head = "".join(f"<th{_class(name)}>{escape(name)}</th>" for name in columns)
+    body = (
+        "".join(
+            f"<td{_class(name)}>{escape(cell)}</td>" if name else f"<th>{escape(cell)}</th>"
+            for name, cell in zip(columns, cells, strict=True)
+        )
+        for cells in rows
+    )
+    return _render_wide(caption, f"<tr>{head}</tr>{''.join(f'<tr>{cells}</tr>' for cells in body)}")
+
+
 def _render_cell(head: AuditedHead) -> str:
     ratio = head.entropy_ratio
     numbers = [
@@ -124,8 +137,7 @@ def _render_cell(head: AuditedHead) -> str:
 def _render_scales(scales: Sequence[AuditedScale]) -> str:
     if not scales:
         return ""
-    names = ("layer", "dₖ", "measured", "is", "declared", "at the call", "before the call", "remarks")
-    head = "".join(f"<th{_class(name)}>{name}</th>" for name in ("", *names))
+    columns = ("", "layer", "dₖ", "measured", "is", "declared", "at the call", "before the call", "remarks")
     rows = []
     for one in scales:
         remarks = [
@@ -137,16 +149,9 @@ def _render_scales(scales: Sequence[AuditedScale]) -> str:
         ]
         numbers = [one.measured, one.declared, one.at_the_call, one.before_the_call]
         measured, declared, at, before = ("–" if number is None else f"{number:.4g}" for number in numbers)
-        cells = (name_layer(one.layer), str(one.d_k), measured, name_scale(one), declared, at, before)
-        rows.append(
-            f"<tr><th>{one.layer_index}</th>"
-            + "".join(
-                f"<td{_class(name)}>{escape(cell)}</td>"
-                for name, cell in zip(names, (*cells, "; ".join(remarks)), strict=True)
-            )
-            + "</tr>"
-        )
-    table = _render_wide("", f"<tr>{head}</tr>{''.join(rows)}")
+        place = (str(one.layer_index), name_layer(one.layer), str(one.d_k))
+        rows.append((*place, measured, name_scale(one), declared, at, before, "; ".join(remarks)))
+    table = _render_rows("", columns, rows)
     state = " open" if len(rows) <= _MOST_OPEN else ""
     return f"<details{state}><summary>The scale of each layer</summary>{table}</details>"
 
@@ -160,14 +165,10 @@ def render_heads(heads: Sequence[AuditedHead]) -> str:
     """Every number of every head in one table."""
     names = [item.name for item in fields(heads[0])] if heads else []
     columns = [name for name in names if name not in ("layer_index", "call")]  # the layer's name has the call
-    head = "".join(f"<th{_class(name)}>{escape(name.replace('_', ' '))}</th>" for name in columns)
-    rows = "".join(
-        "<tr>" + "".join(f"<td{_class(name)}>{escape(_write(getattr(one, name)))}</td>" for name in columns) + "</tr>"
-        for one in heads
-    )
-    return _render_wide(
+    return _render_rows(
         "Largest weight, entropy ratio, saturation index and effective keys are means over rows.",
-        f"<tr>{head}</tr>{rows}",
+        [name.replace("_", " ") for name in columns],
+        [[_write(getattr(one, name)) for name in columns] for one in heads],
     )
 
 
@@ -181,17 +182,11 @@ def render_comparison(comparison: Comparison) -> str:
             "–" if number is None else f"{number:+.3f}".replace("-", "−")
             for number in (change.entropy_ratio_change, change.saturation_index_change, change.max_logit_change)
         ]
-        rows.append(
-            f'<tr><td class="words path">{escape(name_layer(change.layer))}</td><td>{change.head}</td>'
-            f'<td class="words">{escape(pattern)}</td>' + "".join(f"<td>{number}</td>" for number in numbers) + "</tr>"
-        )
-    head = "".join(
-        f"<th{_class(name)}>{name}</th>"
-        for name in ("layer", "head", "pattern", "entropy ratio", "saturation index", "largest logit")
-    )
+        rows.append((name_layer(change.layer), str(change.head), pattern, *numbers))
+    columns = ("layer", "head", "pattern", "entropy ratio", "saturation index", "largest logit")
     left_out = f" ({_MOST_CHANGES} of {len(comparison.changed)})" if len(comparison.changed) > _MOST_CHANGES else ""
     caption = f"The heads that changed most{left_out}: how much more or less than before."
-    table = _render_wide(caption, f"<tr>{head}</tr>{''.join(rows)}") if rows else ""
+    table = _render_rows(caption, columns, rows) if rows else ""
     boxes = "".join(
         f"<p><b>{words}</b></p>{render_findings(findings)}"
         for words, findings in (("New findings", comparison.new), ("Findings that are gone", comparison.gone))

@@ -330,14 +330,14 @@ class Audit:
             InvalidValueError: it is no audit, or one of another schema version.
         """
         if not isinstance(content, Mapping):
-            raise InvalidTypeError(f"content must be an audit as JSON, got {type(content).__name__}")
+            raise InvalidTypeError("content", f"must be an audit as JSON, got {type(content).__name__}")
         missing = [name for name in (*_KEYS, "about") if name not in content]
         if missing:
-            raise InvalidValueError(f"content must be an audit, got one without {', '.join(missing)}")
+            raise InvalidValueError("content", f"must be an audit, got one without {', '.join(missing)}")
         about = dict(content["about"])
         version = about.pop("schema_version", None)
         if about.pop("kind", None) != "audit" or version != SCHEMA_VERSION:
-            raise InvalidValueError(f"content must be an audit of schema version {SCHEMA_VERSION}, got {version!r}")
+            raise InvalidValueError("content", f"must be an audit of schema version {SCHEMA_VERSION}, got {version!r}")
         try:
             return cls(
                 heads=[AuditedHead(**_pick(AuditedHead, one)) for one in content["heads"]],
@@ -348,7 +348,9 @@ class Audit:
                 rows=[AuditedRows(**_pick(AuditedRows, one)) for one in content.get("rows", ())],
             )
         except (KeyError, TypeError) as error:
-            raise InvalidValueError(f"content must be an audit with all fields of its records, got {error}") from None
+            raise InvalidValueError(
+                "content", f"must be an audit with all fields of its records, got {error}"
+            ) from None
 
 
 def _pick(kind: Any, content: Mapping[str, Any]) -> dict[str, Any]:

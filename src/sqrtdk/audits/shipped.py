@@ -42,7 +42,7 @@ def read_audit(path: Path | None) -> Audit:
     try:
         return Audit.from_json(json.loads(read_bounded(path, _MOST_BYTES).decode()))
     except SqrtdkError as error:
-        raise InvalidValueError(f"audit must be what `sqrtdk audit --json` prints, got {path} ({error})") from None
+        raise InvalidValueError("audit", f"must be what `sqrtdk audit --json` prints, got {path} ({error})") from None
     except (OSError, ValueError, AttributeError, TypeError, KeyError, RecursionError) as error:
         reason = " ".join(str(error).split())[:120]
-        raise InvalidValueError(f"audit must be what `sqrtdk audit --json` prints, got {path} ({reason})") from None
+        raise InvalidValueError("audit", f"must be what `sqrtdk audit --json` prints, got {path} ({reason})") from None

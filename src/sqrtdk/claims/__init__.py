@@ -120,7 +120,7 @@ def _choose(ids: Sequence[str] | None, training: bool) -> list[Claim]:
     named = [claim for claim in listed if ids is None or claim.id in ids or claim.id.split(".")[0] in ids]
     chosen = [claim for claim in named if training or not claim.trains]
     if not chosen:
-        raise InvalidValueError(f"ids must name a claim that needs no training, got {', '.join(ids or ())}")
+        raise InvalidValueError("ids", f"must name a claim that needs no training, got {', '.join(ids or ())}")
     trained = [claim.id for claim in chosen if claim.trains]
     if trained and importlib.util.find_spec("torch") is None:
         raise MissingExtraError(f"{missing_extra('torch', 'torch')}; only {', '.join(trained)} need it (--no-training)")

@@ -11,7 +11,7 @@ import typer
 
 from sqrtdk.commands.flags import Json, Seed, Store, Workers, examples
 from sqrtdk.commands.presenting import draw_figure, gathering, require_drawable
-from sqrtdk.errors import InvalidValueError, SqrtdkError, missing_extra
+from sqrtdk.errors import InvalidValueError, missing_extra
 from sqrtdk.options import naming
 from sqrtdk.records import Record, read_bounded
 
@@ -48,7 +48,7 @@ def report(
     """Why √dₖ, as a story on one self-contained page: the answer, sliders, every finding, real models, the claims."""
     from sqrtdk import terminal
     from sqrtdk.report import require_page, write_report
-    from sqrtdk.report_records import TRAINED, ModelAudit, can_train, compute_records, list_topics
+    from sqrtdk.report_records import Gathered, can_train, gather, list_topics, load_shipped
 
     topics = list_topics(only)
     with naming("--output"):
@@ -56,32 +56,21 @@ def report(
     if source and store is not None:
         raise InvalidValueError("--from and --store exclude each other, got both")
     runs = seeds if seeds is not None else 8 if full else 3
-    audit = None
     if source:
-        from sqrtdk.families import load_zoo
-        from sqrtdk.lab.shipped import load_ablation
-
-        records = [
-            load_zoo(),
-            load_ablation(),
-            *(record for path in source for record in _read_records(path, "--from")),
-        ]
+        told = [record for path in source for record in _read_records(path, "--from")]
+        gathered = Gathered([*load_shipped(), *told], None, {})
         command = "sqrtdk report " + " ".join(f"--from {path}" for path in source)
     else:
-        with ModelAudit(wanted=only is None or "models" in only) as model:
-            with gathering(seed, runs, steps, store, workers) as (evidence, bar):
-                if {"claims", *TRAINED} & set(topics) and not len(evidence.lab.store):
-                    evidence.lab.prepare()
-                records = compute_records(topics, evidence, bar.show)
-            audit = model.result()
+        with gathering(seed, runs, steps, store, workers) as (evidence, bar):
+            gathered = gather(topics, evidence, bar.show)
         command = f"sqrtdk report --seed {seed} --seeds {runs} --steps {steps}"
         if not can_train() and only is None:
             print(f"sqrtdk: what has to be trained is left out: {missing_extra('torch', 'torch')}", file=sys.stderr)
-    written = write_report(records, output, command=command, only=only, full=full, audit=audit)
+    written = write_report(path=output, command=command, only=only, full=full, **gathered._asdict())
     if json:
-        terminal.write_json([record.as_json() for record in records])
+        terminal.write_json([record.as_json() for record in gathered.records])
     else:
-        terminal.print_summary(records, written)
+        terminal.print_summary(gathered.records, written)
     if open_page:
         import webbrowser
 
@@ -126,14 +115,14 @@ def draw(
     drawable = [record for record in records if record.kind in figure_kinds()]
     if not drawable:
         wanted = "with a figure" if kind is None else f"of kind {kind!r}"
-        raise InvalidValueError(f"SOURCE must hold a record {wanted}, got none in {source}")
+        raise InvalidValueError("SOURCE", f"must hold a record {wanted}, got none in {source}")
     draw_figure(drawable[-1], output)
 
 
 def _read_records(source: Path, name: str = "SOURCE") -> list[Record]:
     """The finished records of a store, or those of a JSON file."""
     if not source.is_file():
-        raise InvalidValueError(f"{name} must be a file, got {source}")
+        raise InvalidValueError(name, f"must be a file, got {source}")
     with source.open("rb") as file:
         is_json = file.read(1) in (b"{", b"[")
     if is_json:
@@ -141,11 +130,8 @@ def _read_records(source: Path, name: str = "SOURCE") -> list[Record]:
             content = json_module.loads(read_bounded(source, _MOST_BYTES).decode())
             return [Record.from_json(one) for one in (content if isinstance(content, list) else [content])]
         except (ValueError, RecursionError) as error:
-            raise InvalidValueError(f"{name} must be what --json prints, got {source} ({error})") from None
+            raise InvalidValueError(name, f"must be what --json prints, got {source} ({error})") from None
     from sqrtdk.lab import Store
 
-    try:
-        with Store(source, read_only=True) as store:
-            return store.records()
-    except SqrtdkError as error:
-        raise type(error)(str(error).replace("store", name, 1)) from None
+    with naming(name, "store"), Store(source, read_only=True) as store:
+        return store.records()

@@ -10,7 +10,7 @@ import typer
 
 from sqrtdk import exercises
 from sqrtdk.commands.flags import Json, Plot, Seed, Store, Workers, examples
-from sqrtdk.commands.presenting import draw_figure, gathering, present, require_drawable, working
+from sqrtdk.commands.presenting import gathering, present, require_drawable, working
 from sqrtdk.errors import InvalidValueError
 from sqrtdk.options import read_numbers
 from sqrtdk.records import Record
@@ -65,7 +65,6 @@ def claims(
     ] = True,
     json: Json = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
-    plot: Plot = None,
 ) -> None:
     """Check every claim of the four texts by computation: claimed, computed, verdict, why."""
     from sqrtdk import terminal
@@ -74,7 +73,6 @@ def claims(
 
     if json and markdown:
         raise InvalidValueError("--json and --markdown exclude each other, got both")
-    require_drawable(plot)
     with gathering(seed, seeds, steps, store, workers) as (evidence, bar):
         record = check_claims(
             ids,
@@ -85,9 +83,8 @@ def claims(
     if markdown:
         # Not typer's echo, which takes an ASCII terminal for a misconfigured one and writes UTF-8.
         print(terminal.markdown_table(record.tables["claims"], CLAIM_COLUMNS), f"\n{name_sources()}", sep="\n")
-        draw_figure(record, plot)
         return
-    present(record, json, plot)
+    present(record, json, None)
 
 
 @commands.command(epilog=examples("sqrtdk variance", "sqrtdk variance --d-k 4,64,512 --plot variance.png"))

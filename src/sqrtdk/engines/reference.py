@@ -84,7 +84,7 @@ def scaled_dot_product_attention(
     Q, K, V = Q.astype(np.float64), K.astype(np.float64), V.astype(np.float64)
     factor = 1.0 / math.sqrt(max(Q.shape[-1], 1)) if scale is None else scale
     if not np.isfinite(factor):
-        raise InvalidValueError(f"scale must be finite, got {scale}")
+        raise InvalidValueError("scale", f"must be finite, got {scale}")
     with np.errstate(all="ignore"):
         scores = Q @ np.swapaxes(K, -1, -2) * factor
         visible = _textbook_mask(mask, scores.shape)
@@ -96,11 +96,11 @@ def _textbook_mask(mask: npt.ArrayLike | None, shape: tuple[int, ...]) -> Array:
     visible = np.asarray(True if mask is None else mask)
     if visible.dtype != np.bool_:
         # An additive mask taken as truth values would show exactly the keys it hides.
-        raise InvalidTypeError(f"mask must be boolean (True: may attend), got {visible.dtype}")
+        raise InvalidTypeError("mask", f"must be boolean (True: may attend), got {visible.dtype}")
     try:
         return np.broadcast_to(visible, shape)
     except ValueError:
-        raise InvalidValueError(f"mask must broadcast to [..., L, S] = {shape}, got {visible.shape}") from None
+        raise InvalidValueError("mask", f"must broadcast to [..., L, S] = {shape}, got {visible.shape}") from None
 
 
 @dataclass(frozen=True)

@@ -69,8 +69,8 @@ def condensation(
         kind="condensation",
         spec={"d_ks": sorted(map(int, d_ks)), "ns": list(map(int, ns)), "budget": budget, "seed": seed},
         tables={"condensation": rows, "crossover": crossover},
-        reading=(sentences := _read(rows, crossover, seed)),
-        headline=sentences[len(ns) - 1],
+        sentences=(sentences := _read(rows, crossover, seed)),
+        headline=sentences[f"n {ns[-1]}"],
     )
 
 
@@ -87,18 +87,18 @@ def _find_crossover(rows: Sequence[Mapping[str, Any]], n: int) -> dict[str, Any]
     }
 
 
-def _read(rows: Sequence[Mapping[str, Any]], crossover: Sequence[Mapping[str, Any]], seed: int) -> list[str]:
-    sentences = []
+def _read(rows: Sequence[Mapping[str, Any]], crossover: Sequence[Mapping[str, Any]], seed: int) -> dict[str, str]:
+    sentences = {}
     for at in crossover:
         largest = max(row["d_k"] for row in rows if row["n"] == at["n"])
         keys = {row["scale"]: row["effective_keys"] for row in rows if (row["n"], row["d_k"]) == (at["n"], largest)}
-        sentences.append(
+        sentences[f"n {at['n']}"] = (
             f"{state_crossing(at['n'])} At dₖ = {largest} a query attends to "
             f"{_name_keys(keys['none'])} keys without scaling, {_name_keys(keys['sqrt'])} with 1/√dₖ and "
             f"{_name_keys(keys['inverse'])} with 1/dₖ (effective keys)."
         )
     counts = [row["rows"] for row in rows]
-    sentences.append(f"{min(counts)} to {max(counts)} rows per size, seed {seed}; intervals are 95% over draws.")
+    sentences["samples"] = f"{min(counts)} to {max(counts)} rows per size, seed {seed}; intervals are 95% over draws."
     return sentences
 
 

@@ -16,8 +16,10 @@ from sqrtdk.exercises.gaussian_rows import (
     SampledRows,
     choose_effort,
     draw_attention,
+    many_key_law,
     name_importance,
     policy_factors,
+    rank_weights,
     require_count,
     require_sampling,
     sample_policies,
@@ -44,8 +46,6 @@ _WORDS = (
     "1 − Σp² the trace of the softmax Jacobian; effective keys 1/Σp² of each row; ‖∂loss/∂q‖ the gradient that one "
     "query gets from a gradient of standard normal entries at the output"
 )
-# The law for n → ∞ states its error from here on.
-_FEWEST_KEYS_OF_THE_LAW = 64
 
 
 def explain(
@@ -122,7 +122,7 @@ def _compare(policy: str, factor: float, measured: SampledRows, d_k: int) -> lis
         # The gradient at the output has dᵥ = dₖ standard normal entries: the mean square of its length is dₖ.
         "grad_q": theory.gradient_scale(factor, d_k=d_k, n=n) * math.sqrt(d_k),
     }
-    law = _law_at(sigma, n)
+    law = many_key_law(sigma, n)
     rows = []
     for quantity in _QUANTITIES:
         estimate, predicted = measured.mean(quantity), predictions.get(quantity)
@@ -141,14 +141,6 @@ def _compare(policy: str, factor: float, measured: SampledRows, d_k: int) -> lis
             }
         )
     return rows
-
-
-def _law_at(sigma: float, n: int) -> dict[str, float]:
-    """The law for n → ∞ where it states its error, by quantity."""
-    law = theory.condensation(sigma, n)
-    if not law.trusted or n < _FEWEST_KEYS_OF_THE_LAW:
-        return {}
-    return {"entropy_ratio": law.entropy_ratio} if law.regime == "spread" else {"sum_p2": law.sum_p2}
 
 
 def _put_side_by_side(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -182,7 +174,7 @@ def _name_regime(d_k: int, n: int) -> str:
 def _law_curve(n: int, rho: float) -> dict[str, list[float | None]]:
     width = math.sqrt(2.0 * math.log(n))
     grid = np.linspace(0.0, max(3.0, 1.15 * rho), 121)
-    law = [_law_at(float(x) * width, n) for x in grid]
+    law = [many_key_law(float(x) * width, n) for x in grid]
     exact = [theory.expected_softmax(float(x) * width, n) for x in grid]
     return {
         "rho": grid.tolist(),
@@ -197,13 +189,11 @@ def _law_curve(n: int, rho: float) -> dict[str, list[float | None]]:
 def _ranked_weights(factors: Sequence[float], d_k: int, n: int, seed: int, queries: int) -> list[dict[str, Any]]:
     """The typical (median) weight by rank under each policy, for the first draw of the measurement."""
     q, k, v, _ = next(draw_attention(d_k=d_k, n=n, queries=queries, seed=seed))
-    ranks = np.unique(np.geomspace(1, n, 60).round().astype(int))
     curves = []
     for policy, factor in zip(POLICIES, factors, strict=True):
         weights = attention(q, k, v, scale=factor, weights=True).weights
         assert weights is not None
-        typical = np.median(-np.sort(-weights, axis=-1), axis=0)
-        curves.append({"scale": policy, "rank": ranks.tolist(), "weight": typical[ranks - 1].tolist()})
+        curves.append({"scale": policy, **rank_weights(weights)})
     return curves
 
 

@@ -32,6 +32,8 @@ _BLOCK = 2**17
 _FEWEST_DRAWS = 8
 _MOST_NUMBERS = 2**26
 _LITTLE, _MUCH = 1.1, 2.0
+# The law for n → ∞ states its error from here on.
+_FEWEST_KEYS_OF_THE_LAW = 64
 
 
 @dataclass(frozen=True)
@@ -192,30 +194,53 @@ def _measure(q: Array, k: Array, v: Array, grad_output: Array, scale: float) -> 
     }
 
 
-def require_count(name: str, value: int, least: int) -> None:
+def many_key_law(sigma: float, n: int) -> dict[str, float]:
+    """The law for n → ∞ where it states its error, by quantity.
+
+    >>> many_key_law(1.0, 1024).keys(), many_key_law(8.0, 1024).keys(), many_key_law(3.0, 1024)
+    (dict_keys(['entropy_ratio']), dict_keys(['sum_p2']), {})
+    """
+    law = theory.condensation(sigma, n)
+    if not law.trusted or n < _FEWEST_KEYS_OF_THE_LAW:
+        return {}
+    return {"entropy_ratio": law.entropy_ratio} if law.regime == "spread" else {"sum_p2": law.sum_p2}
+
+
+def rank_weights(weights: Array) -> dict[str, list[float]]:
+    """The median over rows of the weights in descending order, at ranks that are even on a logarithmic axis.
+
+    >>> rank_weights(np.array([[0.2, 0.8], [0.6, 0.4]]))
+    {'rank': [1, 2], 'weight': [0.7, 0.30000000000000004]}
+    """
+    ranks = np.unique(np.geomspace(1, weights.shape[-1], 60).round().astype(int))
+    typical = np.median(-np.sort(-weights, axis=-1), axis=0)
+    return {"rank": ranks.tolist(), "weight": typical[ranks - 1].tolist()}
+
+
+def require_count(name: str, value: int, least: int, *, each: bool = False) -> None:
     """Refuse what is not an integer of at least the given size, naming the argument."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise InvalidTypeError(f"{name} must be an integer, got {value!r}")
+        raise InvalidTypeError(name, f"must be an integer, got {value!r}", each=each)
     if value < least:
-        raise InvalidValueError(f"{name} must be at least {least}, got {value}")
+        raise InvalidValueError(name, f"must be at least {least}, got {value}", each=each)
 
 
 def require_counts(name: str, values: Sequence[int], least: int) -> None:
     """Refuse an empty sequence, repeated values, or one that holds anything but integers of at least the given size."""
     if not isinstance(values, Sequence) or isinstance(values, str):
-        raise InvalidTypeError(f"{name} must be a sequence of integers, got {values!r}")
+        raise InvalidTypeError(name, f"must be a sequence of integers, got {values!r}")
     if not values:
-        raise InvalidValueError(f"{name} must name at least one size, got none")
+        raise InvalidValueError(name, "must name at least one size, got none")
     for value in values:
-        require_count(f"each of {name}", value, least)
+        require_count(name, value, least, each=True)
     if len(set(values)) < len(values):
-        raise InvalidValueError(f"{name} must not repeat a size, got {tuple(values)}")
+        raise InvalidValueError(name, f"must not repeat a size, got {tuple(values)}")
 
 
 def require_size(name: str, count: int) -> None:
     """Refuse a draw of more numbers at once than memory should hold."""
     if count > _MOST_NUMBERS:
-        raise InvalidValueError(f"{name} must not exceed {_MOST_NUMBERS}, got {count}")
+        raise InvalidValueError(name, f"must not exceed {_MOST_NUMBERS}, got {count}")
 
 
 def require_sampling(*, d_k: int, n: int, draws: int, queries: int, seed: int) -> None:

@@ -77,8 +77,8 @@ def gradients(
                 for name, weights in _EXAMPLES.items()
             ]
         },
-        reading=(sentences := _read(jacobians, rows, seed)),
-        headline=sentences[3],
+        sentences=(sentences := _read(jacobians, rows, seed)),
+        headline=sentences["unevenness"],
     )
 
 
@@ -116,7 +116,7 @@ def _summarise(measured: SampledRows) -> dict[str, Any]:
     }
 
 
-def _read(jacobians: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]], seed: int) -> list[str]:
+def _read(jacobians: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]], seed: int) -> dict[str, str]:
     first, last = jacobians[0], jacobians[-1]
     cells = {(row["d_k"], row["n"], row["scale"]): row for row in rows}
     places = list(dict.fromkeys((row["d_k"], row["n"]) for row in rows))
@@ -128,25 +128,24 @@ def _read(jacobians: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]], s
     smallest = [at for at in places if min(POLICIES, key=lambda name: cells[*at, name]["grad_q_mean"]) == "inverse"]
     most_uneven = max(places, key=lambda at: cells[*at, "none"]["top_share"])
     none, sqrt = cells[*most_uneven, "none"], cells[*most_uneven, "sqrt"]
-    return [
-        f"The Jacobian's trace goes from {first['jacobian_trace']:.3g} ({first['name']}) to "
+    return {
+        "jacobians": f"The Jacobian's trace goes from {first['jacobian_trace']:.3g} ({first['name']}) to "
         f"{last['jacobian_trace']:.2g} "
         f"({last['name']}) and its largest entry from {first['largest_entry']:.3g} to {last['largest_entry']:.2g}.",
-        f"Without scaling the mean of 1 − Σp² is below that of 1/√dₖ in {len(trace_falls)} of {len(places)} sizes"
-        f"{', as the texts say' if len(trace_falls) == len(places) else '; the texts say in all'}.",
-        f"The mean gradient of the queries{', however,' if larger else ''} is larger without scaling than with "
-        f"1/√dₖ in {len(larger)} of "
-        f"{len(places)} sizes, its median smaller in {len(lower_half)}{_list_places(lower_half)}; 1/dₖ has the "
-        f"smallest mean in {len(smallest)}.",
-        f"{_name_unevenness(none, sqrt)}: at dₖ = {most_uneven[0]}, n = {most_uneven[1]} a twentieth of the rows holds "
-        f"{100 * none['top_share']:.0f} % of the squared gradient (with 1/√dₖ {100 * sqrt['top_share']:.0f} %), the "
-        f"median row has "
+        "traces": f"Without scaling the mean of 1 − Σp² is below that of 1/√dₖ in {len(trace_falls)} of {len(places)} "
+        f"sizes{', as the texts say' if len(trace_falls) == len(places) else '; the texts say in all'}.",
+        "means": f"The mean gradient of the queries{', however,' if larger else ''} is larger without scaling than "
+        f"with 1/√dₖ in {len(larger)} of {len(places)} sizes, its median smaller in "
+        f"{len(lower_half)}{_list_places(lower_half)}; 1/dₖ has the smallest mean in {len(smallest)}.",
+        "unevenness": f"{_name_unevenness(none, sqrt)}: at dₖ = {most_uneven[0]}, n = {most_uneven[1]} a "
+        f"twentieth of the rows holds {100 * none['top_share']:.0f} % of the squared gradient (with 1/√dₖ "
+        f"{100 * sqrt['top_share']:.0f} %), the median row has "
         f"{none['grad_q_median']:.2g} against a mean of {none['grad_q_mean']:.2g}, and the 5th percentile is "
         f"{none['grad_q_p5']:.1g} "
         f"(95% interval {none['grad_q_p5_low']:.1g} to {none['grad_q_p5_high']:.1g}).",
-        f"{_name_range([row['rows'] for row in rows])} rows per cell, seed {seed}; "
+        "samples": f"{_name_range([row['rows'] for row in rows])} rows per cell, seed {seed}; "
         "intervals are 95% over independent draws.",
-    ]
+    }
 
 
 def _name_unevenness(none: dict[str, Any], sqrt: dict[str, Any]) -> str:

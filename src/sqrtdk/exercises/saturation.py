@@ -40,13 +40,13 @@ def saturation(largest: float = 10.0, points: int = 101, zeros: int = 3, share: 
     [5.043]
     """
     if not (math.isfinite(largest) and largest > 0):
-        raise InvalidValueError(f"largest must be positive and finite, got {largest}")
+        raise InvalidValueError("largest", f"must be positive and finite, got {largest}")
     require_count("points", points, 2)
     require_count("zeros", zeros, 1)
     if zeros > _MOST_ZEROS:
-        raise InvalidValueError(f"zeros must not exceed {_MOST_ZEROS}, got {zeros}")
+        raise InvalidValueError("zeros", f"must not exceed {_MOST_ZEROS}, got {zeros}")
     if not 0 < share < 1:
-        raise InvalidValueError(f"share must lie between 0 and 1, got {share}")
+        raise InvalidValueError("share", f"must lie between 0 and 1, got {share}")
     grid = np.linspace(0.0, largest, points)
     rows = [_describe(float(x), zeros) for x in grid]
     solutions = _solve_definitions(zeros, share)
@@ -59,7 +59,7 @@ def saturation(largest: float = 10.0, points: int = 101, zeros: int = 3, share: 
             "sweep": [_describe(x, zeros) for x in np.linspace(0.0, whole, 11).tolist()],
         },
         curves={name: [row[name] for row in rows] for name in rows[0]},
-        reading=_read(solutions, zeros, share, largest),
+        sentences=_read(solutions, zeros, share, largest),
     )
 
 
@@ -140,7 +140,7 @@ def _first_where(saturated: Callable[[float], bool]) -> float:
     return high
 
 
-def _read(solutions: list[dict[str, Any]], zeros: int, share: float, largest: float) -> list[str]:
+def _read(solutions: list[dict[str, Any]], zeros: int, share: float, largest: float) -> dict[str, str]:
     main = solutions[0]
     others = [row["x"] for row in solutions[1:-1]]
     shown = ", ".join(["x"] + ["0"] * zeros) if zeros <= 5 else f"x and {zeros} zeros"
@@ -149,11 +149,11 @@ def _read(solutions: list[dict[str, Any]], zeros: int, share: float, largest: fl
     weight = f"{main['first_weight']:.4f}" if rest >= 5e-5 else f"1 − {rest:.2g}"
     single = solutions[-1]["x"]
     when = "only from" if single > max(main["x"], *others) else "already from" if single < main["x"] else "from"
-    return [
-        f"softmax([{shown}]) saturates at x = {main['x']:.3f}, {where} the sweep: there the trace 1 − Σp² is "
+    return {
+        "point": f"softmax([{shown}]) saturates at x = {main['x']:.3f}, {where} the sweep: there the trace 1 − Σp² is "
         f"{100 * share:g} % "
         f"of its value at x = 0 and the largest weight is {weight}.",
-        f"Why this definition: {_WHY}.",
-        f"The other definitions with the same share put the point between {min(others):.2f} and {max(others):.2f}; "
-        f"float32 rounds the largest weight to 1 {when} x = {single:.1f} on.",
-    ]
+        "why": f"Why this definition: {_WHY}.",
+        "other definitions": f"The other definitions with the same share put the point between "
+        f"{min(others):.2f} and {max(others):.2f}; float32 rounds the largest weight to 1 {when} x = {single:.1f} on.",
+    }

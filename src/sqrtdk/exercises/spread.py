@@ -37,7 +37,7 @@ def spread(audit: Audit) -> Record:
     """
     known = [head for head in audit.heads if head.spread is not None]
     if not known:
-        raise InvalidValueError("audit must hold heads whose spread is known, got none; audit the model again")
+        raise InvalidValueError("audit", "must hold heads whose spread is known, got none; audit the model again")
     rows: list[dict[str, Any]] = [
         {"layer": name_layer(head.layer), "head": head.head, **(head.spread or {})} for head in known
     ]

@@ -76,7 +76,7 @@ def temperature(
                 for t, weights in zip(relatives, patterns, strict=True)
             ]
         },
-        reading=_read(rows, d_k, n, draws * queries, seed),
+        sentences=_read(rows, d_k, n, draws * queries, seed),
         headline=f"entropy ratio at dₖ = {d_k}, n = {n}: "
         + ", ".join(f"{row['entropy_ratio']:.3f} (τ = {row['relative']:g}·√dₖ)" for row in rows)
         + ".",
@@ -85,14 +85,14 @@ def temperature(
 
 def _require_relatives(relatives: Sequence[float]) -> None:
     if not isinstance(relatives, Sequence) or isinstance(relatives, str):
-        raise InvalidTypeError(f"relatives must be a sequence of numbers, got {relatives!r}")
+        raise InvalidTypeError("relatives", f"must be a sequence of numbers, got {relatives!r}")
     if not relatives:
-        raise InvalidValueError("relatives must name at least one temperature, got none")
+        raise InvalidValueError("relatives", "must name at least one temperature, got none")
     for relative in relatives:
         if isinstance(relative, str) or not (math.isfinite(relative) and relative > 0):
-            raise InvalidValueError(f"each of relatives must be positive and finite, got {relative!r}")
+            raise InvalidValueError("relatives", f"must be positive and finite, got {relative!r}", each=True)
     if len(set(relatives)) < len(relatives):
-        raise InvalidValueError(f"relatives must not repeat a temperature, got {tuple(relatives)}")
+        raise InvalidValueError("relatives", f"must not repeat a temperature, got {tuple(relatives)}")
 
 
 def _summarise(relative: float, scale: float, measured: SampledRows) -> dict[str, Any]:
@@ -105,19 +105,21 @@ def _summarise(relative: float, scale: float, measured: SampledRows) -> dict[str
     return row
 
 
-def _read(rows: Sequence[dict[str, Any]], d_k: int, n: int, count: int, seed: int) -> list[str]:
+def _read(rows: Sequence[dict[str, Any]], d_k: int, n: int, count: int, seed: int) -> dict[str, str]:
     sharp, soft = rows[0], rows[-1]
-    sentences = [
-        f"τ = {row['relative']:g}·√dₖ = {row['tau']:.3g}: entropy ratio {row['entropy_ratio']:.3f} (95% interval "
-        f"{row['entropy_ratio_low']:.3f} to {row['entropy_ratio_high']:.3f}), saturation index "
-        f"{row['saturation_index']:.2f}, "
-        f"largest weight {row['max_weight']:.2f}, {row['effective_keys']:.1f} effective keys of {n}."
+    sentences = {
+        f"relative {row['relative']}": (
+            f"τ = {row['relative']:g}·√dₖ = {row['tau']:.3g}: entropy ratio {row['entropy_ratio']:.3f} (95% interval "
+            f"{row['entropy_ratio_low']:.3f} to {row['entropy_ratio_high']:.3f}), saturation index "
+            f"{row['saturation_index']:.2f}, largest weight {row['max_weight']:.2f}, "
+            f"{row['effective_keys']:.1f} effective keys of {n}."
+        )
         for row in rows
-    ]
+    }
     if len(rows) > 1:
         trace = "smaller" if sharp["jacobian_trace"] < soft["jacobian_trace"] else "not smaller"
         gradient = "larger" if sharp["grad_q"] > soft["grad_q"] else "smaller"
-        sentences.append(
+        sentences["sharpest to softest"] = (
             f"At the sharpest temperature the Jacobian's trace is {trace} than at the softest "
             f"({sharp['jacobian_trace']:.2f} "
             f"against {soft['jacobian_trace']:.2f}), while the mean gradient of the queries is {gradient} "
@@ -129,5 +131,7 @@ def _read(rows: Sequence[dict[str, Any]], d_k: int, n: int, count: int, seed: in
             f"{soft['jacobian_trace']:.2f} and the mean gradient of the queries from {sharp['grad_q']:.2f} to "
             f"{soft['grad_q']:.2f}."
         )
-    sentences.append(f"Means over {count} rows at dₖ = {d_k}, seed {seed}; the intervals are over independent draws.")
+    sentences["samples"] = (
+        f"Means over {count} rows at dₖ = {d_k}, seed {seed}; the intervals are over independent draws."
+    )
     return sentences

@@ -69,8 +69,8 @@ def variance(d_ks: Sequence[int] = (4, 64, 512), samples: int = 20_000, seed: in
         spec={"d_ks": [int(d_k) for d_k in d_ks], "samples": samples, "seed": seed},
         tables={"variance": rows},
         curves={"densities": densities},
-        reading=(sentences := _read(rows)),
-        headline=sentences[-2],
+        sentences=(sentences := _read(rows)),
+        headline=sentences[f"unscaled, d_k {d_ks[-1]}"],
     )
 
 
@@ -106,17 +106,19 @@ def _density(values: Array) -> dict[str, list[float]]:
     return {"x": ((edges[1:] + edges[:-1]) / 2).tolist(), "density": density.tolist()}
 
 
-def _read(rows: Sequence[dict[str, Any]]) -> list[str]:
+def _read(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
     unscaled = [row for row in rows if row["scale"] == "none"]
-    sentences = [
-        f"dₖ = {row['d_k']}: unscaled scores have standard deviation {row['measured']:.4g} (95% interval "
-        f"{row['low']:.4g} to {row['high']:.4g}, {row['n']} pairs, seed {row['seed']}); √dₖ = {row['predicted']:.4g} "
-        f"lies {'inside' if row['inside'] else 'outside'} the interval."
+    sentences = {
+        f"unscaled, d_k {row['d_k']}": (
+            f"dₖ = {row['d_k']}: unscaled scores have standard deviation {row['measured']:.4g} (95% interval "
+            f"{row['low']:.4g} to {row['high']:.4g}, {row['n']} pairs, seed {row['seed']}); √dₖ = "
+            f"{row['predicted']:.4g} lies {'inside' if row['inside'] else 'outside'} the interval."
+        )
         for row in unscaled
-    ]
+    }
     after_sqrt = [row["measured"] for row in rows if row["scale"] == "sqrt"]
     after_inverse = [row["measured"] for row in rows if row["scale"] == "inverse"]
-    sentences.append(
+    sentences["scaled"] = (
         f"Divided by √dₖ they have {min(after_sqrt):.3f} to {max(after_sqrt):.3f} at every size; divided by dₖ they "
         f"have {after_inverse[0]:.3g} at dₖ = {unscaled[0]['d_k']} and {after_inverse[-1]:.3g} at dₖ = "
         f"{unscaled[-1]['d_k']}."

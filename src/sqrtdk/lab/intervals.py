@@ -107,7 +107,7 @@ def wilson(successes: int, n: int) -> Interval:
     [0.2553, 0.3662]
     """
     if not 0 <= successes <= n:
-        raise InvalidValueError(f"successes must be from 0 to n = {n}, got {successes}")
+        raise InvalidValueError("successes", f"must be from 0 to n = {n}, got {successes}")
     if n == 0:
         return Interval(0.0, 1.0)
     centre = successes + _Z**2 / 2.0
@@ -182,14 +182,14 @@ def can_reject(n: int, comparisons: int) -> bool:
 
 def _numbers(values: Sequence[float]) -> Sequence[float]:
     if any(math.isnan(value) for value in values):
-        raise InvalidValueError(f"differences must not hold NaN, got {list(values)}")
+        raise InvalidValueError("differences", f"must not hold NaN, got {list(values)}")
     return values
 
 
 def _pair_means(differences: Sequence[float]) -> Array:
     """Means of all pairs, each value with itself included; NaN for two opposite infinities."""
     if not differences:
-        raise InvalidValueError("differences must hold at least one number, got none")
+        raise InvalidValueError("differences", "must hold at least one number, got none")
     values = np.array(_numbers(differences), dtype=np.float64)
     first, second = np.triu_indices(len(values))
     with np.errstate(invalid="ignore"):

@@ -60,7 +60,7 @@ def quartiles(values: Sequence[float]) -> Quartiles:
     -inf
     """
     if not values:
-        raise InvalidValueError("values must hold at least one number, got none")
+        raise InvalidValueError("values", "must hold at least one number, got none")
     ordered = sorted(values)
 
     def at(q: float) -> float:

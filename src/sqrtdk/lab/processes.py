@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
 
 from sqrtdk import backends
+from sqrtdk.children import Child
 from sqrtdk.errors import InvalidTypeError, InvalidValueError, SqrtdkError
 from sqrtdk.lab.spec import RunSpec
 from sqrtdk.lab.store import RunRecord, record_failure
@@ -41,9 +36,9 @@ class Processes:
     def __init__(self, workers: int | None = None) -> None:
         workers = backends.count_cpus() if workers is None else workers
         if isinstance(workers, bool) or not isinstance(workers, int):
-            raise InvalidTypeError(f"workers must be an integer, got {type(workers).__name__}")
+            raise InvalidTypeError("workers", f"must be an integer, got {type(workers).__name__}")
         if workers < 1:
-            raise InvalidValueError(f"workers must be at least 1, got {workers}")
+            raise InvalidValueError("workers", f"must be at least 1, got {workers}")
         self.workers = workers
         self._idle: list[_Worker] = []  # importing torch takes a worker seconds: one sweep's serve the next
 
@@ -72,7 +67,7 @@ class Processes:
     def close(self) -> None:
         """End the processes; the next sweep would start new ones."""
         while self._idle:
-            _stop(self._idle.pop())
+            self._idle.pop().child.stop()
 
     def _run_in_processes(self, sweep: Sweep, count: int) -> None:
         busy: list[_Worker] = []
@@ -86,19 +81,19 @@ class Processes:
                     time.sleep(_OTHERS_SECONDS)
         finally:
             for worker in busy:
-                _stop(worker)
+                worker.child.stop()
 
     def _listen(self, sweep: Sweep, busy: list[_Worker]) -> None:
         """Hear the workers that have something to say; let others go on with what is pending."""
-        for ready in wait([worker.connection for worker in busy]):
-            worker = next(item for item in busy if item.connection is ready)
+        for ready in wait([worker.child.connection for worker in busy]):
+            worker = next(item for item in busy if item.child.connection is ready)
             if _hear(sweep, worker):
                 continue
             busy.remove(worker)
             if worker.is_usable():
                 self._idle.append(worker)
             else:
-                _stop(worker)
+                worker.child.stop()
             if len(busy) < len(sweep.pending):
                 self._engage(sweep, busy)
 
@@ -115,7 +110,7 @@ class Processes:
             if worker.is_usable():  # there is no run left for it
                 self._idle.append(worker)
                 return
-            _stop(worker)
+            worker.child.stop()
         busy.append(_start_worker())
 
 
@@ -140,76 +135,38 @@ def _train_guarded(spec: RunSpec, report: Callable[[int, Curves | None], None]) 
 
 
 def _serve(connection: Connection) -> None:
-    """A worker's life: take a spec, report its steps, hand back its record, until the other end is gone."""
-    # Ctrl-C reaches the whole process group; the parent alone decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        from sqrtdk.lab import train  # noqa: F401  torch loads before it is waited for
+    """A worker's life: take a spec, report its steps, hand back its record, until the other end is gone.
 
-        connection.send(("ready", None))
-        while True:
-            spec = connection.recv()
-            record = _train_guarded(spec, lambda step, curves: connection.send(("step", (step, curves))))
-            connection.send(("record", record))
-    except (EOFError, OSError):
-        return  # The parent was killed or has closed its end. A running report fails the same way and ends the run.
+    A report that a running training cannot send ends it the same way.
+    """
+    from sqrtdk.lab import train  # noqa: F401  torch loads before it is waited for
+
+    connection.send(("ready", None))
+    while True:
+        spec = connection.recv()
+        record = _train_guarded(spec, lambda step, curves: connection.send(("step", (step, curves))))
+        connection.send(("record", record))
 
 
 @dataclass
 class _Worker:
-    process: SpawnProcess
-    connection: Connection
+    child: Child
     ready: bool = False
     spec: RunSpec | None = None
 
     def is_usable(self) -> bool:
         """Whether it waits for a run."""
-        return self.ready and self.spec is None and self.process.is_alive()
-
-
-@contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Hold Ctrl-C back while a process is started; the caller gets an interrupt that came meanwhile right after.
-
-    Blocking the signal is for the new process, which inherits that: it imports for seconds before `_serve` runs. For
-    the caller it is not enough, since any other thread may receive the signal: a start that is broken off between fork
-    and the last byte of its data leaves a process that reads half a pickle and complains.
-    """
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    resource_tracker.ensure_running()  # it sets the mask itself when it is first started
-    interrupts: list[int] = []
-    handler = signal.getsignal(signal.SIGINT)
-    # Other threads are never interrupted; a handler that was not set from Python (None) could not be set again.
-    is_handled = threading.current_thread() is threading.main_thread() and handler is not None
-    if is_handled:
-        signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if is_handled:
-            signal.signal(signal.SIGINT, handler)
-            if interrupts:
-                signal.raise_signal(signal.SIGINT)
+        return self.ready and self.spec is None and self.child.process.is_alive()
 
 
 def _start_worker() -> _Worker:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs,), name="sqrtdk-lab", daemon=True)
-    with _interrupts_held():
-        process.start()
-    theirs.close()  # else the worker's end would never read as closed here
-    return _Worker(process, ours)
+    return _Worker(Child(_serve, "sqrtdk-lab"))
 
 
 def _hear(sweep: Sweep, worker: _Worker) -> bool:
     """Take one message from a worker and give it its next run; False if this sweep needs it no more, or it is gone."""
     try:
-        kind, content = worker.connection.recv()
+        kind, content = worker.child.connection.recv()
     except (EOFError, OSError):
         _note_death(sweep, worker)
         return False
@@ -231,7 +188,7 @@ def _give_next(sweep: Sweep, worker: _Worker) -> bool:
     if worker.spec is None:
         return False
     try:
-        worker.connection.send(worker.spec)
+        worker.child.connection.send(worker.spec)
     except OSError:
         sweep.pending.appendleft(worker.spec)
         return False
@@ -239,8 +196,7 @@ def _give_next(sweep: Sweep, worker: _Worker) -> bool:
 
 
 def _note_death(sweep: Sweep, worker: _Worker) -> None:
-    worker.process.join()
-    code = worker.process.exitcode
+    code = worker.child.end()
     if not worker.ready:
         raise SqrtdkError(
             f"a worker process ended with exit code {code} before its first run; call this from a file whose "
@@ -248,10 +204,3 @@ def _note_death(sweep: Sweep, worker: _Worker) -> None:
         )
     if worker.spec is not None:
         sweep.finish(worker.spec, record_failure(worker.spec, f"the worker process ended with exit code {code}"))
-
-
-def _stop(worker: _Worker) -> None:
-    worker.connection.close()
-    worker.process.terminate()
-    worker.process.join()
-    worker.process.close()

@@ -36,19 +36,19 @@ def query_key_factor(name: str, d_k: int) -> float:
 
 def _require_count(name: str, value: object, least: int = 1) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidTypeError(f"{name} must be an integer, got {type(value).__name__} {value!r}")
+        raise InvalidTypeError(name, f"must be an integer, got {type(value).__name__} {value!r}")
     if value < least:
-        raise InvalidValueError(f"{name} must be at least {least}, got {value}")
+        raise InvalidValueError(name, f"must be at least {least}, got {value}")
 
 
 def _require_scale(name: str, value: object) -> None:
     if not isinstance(value, str):
-        raise InvalidTypeError(f"{name} must be the name of a scaling policy, got {type(value).__name__}")
+        raise InvalidTypeError(name, f"must be the name of a scaling policy, got {type(value).__name__}")
     if value in scales.LEARNABLE:
         return
     known = {*scales.names(), *scales.LEARNABLE}
     if value.partition(":")[0] not in known:
-        raise unknown_name("scaling policy", value, list(known))
+        raise unknown_name("scaling policy", value, list(known), "scale")
     scales.resolve(value)
 
 
@@ -113,11 +113,13 @@ class RunSpec:
         if self.qk_step not in STEPS:
             raise unknown_name("qk_step", self.qk_step, list(STEPS))
         if isinstance(self.lr, bool) or not isinstance(self.lr, int | float):
-            raise InvalidTypeError(f"lr must be a number, got {type(self.lr).__name__}")
+            raise InvalidTypeError("lr", f"must be a number, got {type(self.lr).__name__}")
         if not (math.isfinite(self.lr) and self.lr > 0):
-            raise InvalidValueError(f"lr must be positive and finite, got {self.lr!r}")
+            raise InvalidValueError("lr", f"must be positive and finite, got {self.lr!r}")
         if self.d_model % self.heads:
-            raise InvalidValueError(f"d_model must be a multiple of heads ({self.heads}), got {self.d_model}")
+            raise InvalidValueError(
+                "d_model", f"must be a multiple of heads ({self.heads}), got {self.d_model}", "heads"
+            )
         if (self.start_scale is None) != (self.start_steps == 0):
             raise InvalidValueError(
                 f"start_scale and start_steps go together, got {self.start_scale!r} and {self.start_steps}"
@@ -208,10 +210,10 @@ class AblationSpec:
         _require_count("selection", self.selection)
         clash = set(list_seeds(self.seeds)) & set(self.selection_seeds)
         if clash:
-            raise InvalidValueError(f"seeds must not be among those that choose the learning rate, got {min(clash)}")
+            raise InvalidValueError("seeds", f"must not be among those that choose the learning rate, got {min(clash)}")
         for also in self.also:
             if not 2 <= len(also) <= 3:
-                raise InvalidValueError(f"also must hold (scale, init) or (scale, init, qk_step), got {also!r}")
+                raise InvalidValueError("also", f"must hold (scale, init) or (scale, init, qk_step), got {also!r}")
         self.selection_runs()
         self.runs()
 
@@ -281,8 +283,8 @@ def list_seeds(seeds: int | Sequence[int]) -> list[int]:
 
 def _require_distinct(name: str, values: object) -> None:
     if isinstance(values, str) or not isinstance(values, Sequence):
-        raise InvalidTypeError(f"{name} must be a sequence, got {type(values).__name__} {values!r}")
+        raise InvalidTypeError(name, f"must be a sequence, got {type(values).__name__} {values!r}")
     if not values:
-        raise InvalidValueError(f"{name} must name at least one value, got none")
+        raise InvalidValueError(name, "must name at least one value, got none")
     if len(set(values)) != len(values):
-        raise InvalidValueError(f"{name} must not repeat a value, got {list(values)}")
+        raise InvalidValueError(name, f"must not repeat a value, got {list(values)}")

@@ -7,7 +7,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 from sqrtdk.errors import SqrtdkError, warn
 from sqrtdk.lab.spec import RunSpec
 from sqrtdk.lab.store_file import (
+    BUSY_SECONDS,
     COLUMNS,
     connect,
     identify,
@@ -40,7 +41,8 @@ CURVES = (
     "saturation_index",
     "jacobian_trace",
 )
-SILENT_SECONDS = 30.0
+_JSON = ("spec", "row", "curves", "versions", "content")
+_SILENT_SECONDS = 30.0
 """A run that has not been heard of for so long was killed."""
 
 
@@ -79,10 +81,13 @@ class Store:
     """Finished runs by their spec's hash, and finished records by kind and spec; each is committed as it is put.
 
     Every row has a checksum. A row that is damaged is left out with a warning that names it; the others are read.
+    `is_new` says that a file that is only read is just being made.
 
     Args:
         path: the SQLite file, made if it is not there; None keeps the runs in memory.
         read_only: read what is there, also where nothing can be written; the file must exist.
+        busy_seconds: how long a reader waits for those who write.
+        on_damage: called with words about each row that is damaged and left out; warns if not given.
 
     Raises:
         InvalidValueError: the file is not such a store, of a later version, cannot be written, or its folder does not
@@ -95,17 +100,27 @@ class Store:
     (0.5, None)
     """
 
-    def __init__(self, path: str | Path | None, *, read_only: bool = False) -> None:
+    def __init__(
+        self,
+        path: str | Path | None,
+        *,
+        read_only: bool = False,
+        busy_seconds: float = BUSY_SECONDS,
+        on_damage: Callable[[str], None] = warn,
+    ) -> None:
         self._path = None if path is None else Path(path)
         self._stack = ExitStack()
         self._owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex}"
         self._claims: set[str] = set()
+        self._on_damage = on_damage
+        self.is_new = False
         if read_only and self._path is not None:
-            self._connection = self._stack.enter_context(reading(self._path))
+            self._connection = self._stack.enter_context(reading(self._path, busy_seconds))
             try:
                 with in_words(self._path):
                     application, version, tables = identify(self._connection)
-                if application or tables:  # else it is just being made
+                self.is_new = not application and not tables
+                if not self.is_new:
                     require_ours(application, version, self._path)
             except BaseException:
                 self._stack.close()
@@ -119,7 +134,7 @@ class Store:
         stored = self._select("runs", "WHERE key = ?", spec.key)
         for _, row in stored:
             if row["status"] != "failed":
-                return RunRecord(read_mapping(row["row"]), read_mapping(row["curves"]))
+                return RunRecord(row["row"], row["curves"])
         return None
 
     def put(self, spec: RunSpec, record: RunRecord) -> None:
@@ -188,10 +203,33 @@ class Store:
         found = []
         for rowid, row in self._select("records", "WHERE ?1 IS NULL OR kind = ?1", kind):
             try:
-                found.append((row["finished"], rowid, Record.from_json(read_mapping(row["content"]))))
+                found.append((row["finished"], rowid, Record.from_json(row["content"])))
             except (SqrtdkError, ValueError, TypeError, KeyError) as error:
                 self._report("records", rowid, error)
         return [record for *_, record in sorted(found, key=lambda one: one[:2])]
+
+    def runs(self, most: int, keys: Sequence[str] | None = None) -> list[dict[str, Any]]:
+        """The rows of the latest finished runs, the newest first, of these keys or all; their JSON is read.
+
+        >>> with Store(None) as store:
+        ...     store.put(RunSpec(), RunRecord({"status": "done"}))
+        ...     [row["status"] for row in store.runs(10)], store.runs(10, ["another"])
+        (['done'], [])
+        """
+        chosen = "" if keys is None else f"WHERE key IN ({', '.join('?' * len(keys))})"
+        rows = self._select("runs", f"{chosen} ORDER BY finished DESC, key LIMIT {most}", *(keys or ()))
+        return [row for _, row in rows]
+
+    def running(self, most: int) -> list[dict[str, Any]]:
+        """The rows of unfinished runs that were heard of lately, with their curves so far."""
+        lately = time.time() - _SILENT_SECONDS
+        return [row for _, row in self._select("running", f"WHERE seen > ? ORDER BY key LIMIT {most}", lately)]
+
+    def last_finished(self) -> float | None:
+        """When the latest run was finished; None if there is none."""
+        with in_words(self._path):
+            latest: float | None = self._connection.execute("SELECT MAX(finished) FROM runs").fetchone()[0]
+        return latest
 
     def _insert(self, table: str, values: Sequence[Any]) -> None:
         names = (*COLUMNS[table], "checksum")
@@ -200,23 +238,23 @@ class Store:
         self._connection.execute(statement, (*values, seal(values)))
 
     def _select(self, table: str, condition: str, *values: Any) -> list[tuple[int, dict[str, Any]]]:
-        """The sound rows, each after its number; damaged ones are reported."""
+        """The sound rows, each after its number, their JSON read; damaged ones are reported."""
         with in_words(self._path):
             rows = select(self._connection, table, condition, *values)
         sound = []
         for rowid, *stored in rows:
             try:
                 row = unseal(table, stored)
-                for name in {"row", "curves", "spec"} & row.keys():
-                    read_mapping(row[name])
-                sound.append((rowid, row))
+                sound.append((rowid, row | {name: read_mapping(row[name]) for name in _JSON if name in row}))
             except ValueError as error:
                 self._report(table, rowid, error)
         return sound
 
     def _report(self, table: str, rowid: int, error: Exception) -> None:
         reason = " ".join(str(error).split())[:120]
-        warn(f"store {self._path}: row {rowid} of {table} is damaged ({reason}) and left out; the others are read")
+        self._on_damage(
+            f"store {self._path}: row {rowid} of {table} is damaged ({reason}) and left out; the others are read"
+        )
 
     def __len__(self) -> int:
         with in_words(self._path):
@@ -246,7 +284,7 @@ def _write_curves(curves: Mapping[str, Sequence[float]]) -> str:
 
 def _is_held(owner: str, seen: float, own: str) -> bool:
     """Whether another process that is alive has claimed a run."""
-    if owner in ("", own) or time.time() - seen > SILENT_SECONDS:
+    if owner in ("", own) or time.time() - seen > _SILENT_SECONDS:
         return False
     host, process, _ = owner.split(":")
     if host != socket.gethostname():

@@ -18,7 +18,7 @@ from sqrtdk.errors import InvalidValueError, SqrtdkError
 
 STORE_VERSION = 2
 APPLICATION_ID = 0x73716474  # "sqdt": marks the file as ours
-_BUSY_SECONDS = 60.0
+BUSY_SECONDS = 60.0
 
 COLUMNS = {
     "runs": ("key", "status", "spec", "row", "curves", "versions", "finished"),
@@ -80,7 +80,7 @@ def connect(path: Path | None) -> sqlite3.Connection:
     if path is not None:
         _require_usable(path)
     with in_words(path):
-        connection = sqlite3.connect(path or ":memory:", timeout=_BUSY_SECONDS, isolation_level=None)
+        connection = sqlite3.connect(path or ":memory:", timeout=BUSY_SECONDS, isolation_level=None)
         try:
             _enter_write_ahead_mode(connection)
             # The write lock comes first: of two sweeps that begin together one makes the table, the other finds it.
@@ -103,7 +103,7 @@ def connect(path: Path | None) -> sqlite3.Connection:
 
 
 @contextmanager
-def reading(path: Path, busy_seconds: float = _BUSY_SECONDS) -> Iterator[sqlite3.Connection]:
+def reading(path: Path, busy_seconds: float = BUSY_SECONDS) -> Iterator[sqlite3.Connection]:
     """Open a store to read only, while others may write; also where nobody may write, as on a read-only mount.
 
     Raises:
@@ -208,18 +208,18 @@ def in_words(path: Path | None) -> Iterator[None]:
         if kind == sqlite3.SQLITE_CORRUPT:
             raise _damaged(path, error) from None
         if kind == sqlite3.SQLITE_NOTADB:
-            raise InvalidValueError(f"store must be a SQLite file made by sqrtdk, got {path} ({error})") from None
+            raise InvalidValueError("store", f"must be a SQLite file made by sqrtdk, got {path} ({error})") from None
         if kind in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
             raise SqrtdkError(
-                f"store {path} cannot be written ({error}); finished runs in it are kept: make room and start again"
+                "store", f"{path} cannot be written ({error}); finished runs in it are kept: make room and start again"
             ) from None
         if kind == sqlite3.SQLITE_BUSY:
-            raise SqrtdkError(f"store {path} is in use by another process ({error}); wait for it") from None
-        raise InvalidValueError(f"store must be a file that can be written, got {path} ({error})") from None
+            raise SqrtdkError("store", f"{path} is in use by another process ({error}); wait for it") from None
+        raise InvalidValueError("store", f"must be a file that can be written, got {path} ({error})") from None
 
 
 def _damaged(path: Path | None, error: Exception) -> SqrtdkError:
-    return SqrtdkError(f"store {path} is damaged ({error}); move it away, or give another file")
+    return SqrtdkError("store", f"{path} is damaged ({error}); move it away, or give another file")
 
 
 def require_ours(application: int, version: int, path: Path) -> None:
@@ -229,24 +229,24 @@ def require_ours(application: int, version: int, path: Path) -> None:
         InvalidValueError: naming which.
     """
     if application != APPLICATION_ID:
-        raise InvalidValueError(f"store must be a SQLite file made by sqrtdk, got {path}, made by something else")
+        raise InvalidValueError("store", f"must be a SQLite file made by sqrtdk, got {path}, made by something else")
     if not 1 <= version <= STORE_VERSION:
         raise InvalidValueError(
-            f"store must have version {STORE_VERSION} or less, got {path} of version {version}; give another file"
+            "store", f"must have version {STORE_VERSION} or less, got {path} of version {version}; give another file"
         )
 
 
 def _require_usable(path: Path) -> None:
     if not path.parent.is_dir():
-        raise InvalidValueError(f"store must lie in a folder that exists, got {path}")
+        raise InvalidValueError("store", f"must lie in a folder that exists, got {path}")
     if path.is_dir():
-        raise InvalidValueError(f"store must be a file, got the folder {path}")
+        raise InvalidValueError("store", f"must be a file, got the folder {path}")
     if not path.exists() or path.stat().st_size == 0:
         return
     # Opened for writing though nothing is written: a read-only reader cannot clear its -wal and -shm files away.
     address = f"{path.resolve().as_uri()}?mode=rw"
     with in_words(path):
-        connection = sqlite3.connect(address, timeout=_BUSY_SECONDS, isolation_level=None, uri=True)
+        connection = sqlite3.connect(address, timeout=BUSY_SECONDS, isolation_level=None, uri=True)
         with closing(connection):
             application, version, tables = identify(connection)
     if application or tables:  # else a sweep was killed between making the file and making its table
@@ -254,7 +254,7 @@ def _require_usable(path: Path) -> None:
 
 
 def _enter_write_ahead_mode(connection: sqlite3.Connection) -> None:
-    deadline = time.monotonic() + _BUSY_SECONDS
+    deadline = time.monotonic() + BUSY_SECONDS
     while True:
         try:
             connection.execute("PRAGMA journal_mode = WAL")

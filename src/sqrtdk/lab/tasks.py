@@ -88,7 +88,7 @@ class Task(ABC):
 
 def _require_at_least(name: str, value: object, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InvalidValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+        raise InvalidValueError(name, f"must be an integer of at least {least}, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,8 @@ class Recall(Task):
         _require_at_least("symbols", self.symbols, 2)
         if self.symbols < self.pairs:
             raise InvalidValueError(
-                f"symbols must be at least pairs ({self.pairs}), as the keys of a sequence differ, got {self.symbols}"
+                "symbols",
+                f"must be at least pairs ({self.pairs}), as the keys of a sequence differ, got {self.symbols}",
             )
 
     @property
@@ -209,7 +210,7 @@ class Text(Task):
         shorter = min(len(_read_corpus().training), len(_read_corpus().held_out))
         if self.context >= shorter:
             raise InvalidValueError(
-                f"context must be below {shorter}, the length of the held-out text, got {self.context}"
+                "context", f"must be below {shorter}, the length of the held-out text, got {self.context}"
             )
 
     @property

@@ -60,6 +60,7 @@ def show_variance(record: Record) -> Figure:
         Axis("dₖ, length of queries and keys", log=True, ticks=name_ticks(sizes)),
         Axis("standard deviation of the scores", log=True),
         tuple(series),
+        name="spread",
     )
     shown = spread_out(sizes, _MOST_DENSITIES)
     where = "each size" if shown == sizes else f"{len(shown)} of the {len(sizes)} sizes"
@@ -102,40 +103,32 @@ def _show_densities(record: Record, sizes: Sequence[int], policy: str, title: st
         )
         for index, curve in enumerate(mine)
     )
-    return Panel(title, Axis("score"), Axis("density"), series)
+    return Panel(title, Axis("score"), Axis("density"), series, name=policy)
 
 
 def show_saturation(record: Record) -> Figure:
     """The weights and the Jacobian of softmax([x, 0, …]) over x, and the points of saturation."""
-    curves = record.curves
-    x = floats(curves["x"])
+    lines = draw_saturation(record)
     main = next(row for row in record.tables["points"] if row["main"])
     end = float(record.spec["largest"])
     within = main["x"] <= end
     marks = (ReferenceLine(main["x"], f"saturated, x = {main['x']:.2f}", "vertical", "start"),) if within else ()
     axis = Axis("x", low=0.0, high=1.02 * end)
-    violet, amber, teal, grey = _OTHER_COLOURS
-    others = int(record.spec["zeros"])
     weights = Panel(
         "Weights",
         axis,
         Axis("weight", low=0.0, high=1.14),
-        (
-            Line(x, floats(curves["first_weight"]), violet, "weight of x"),
-            Line(x, floats(curves["other_weight"]), violet, f"weight of each of the {others} zeros", dash="dash"),
-        ),
+        (lines["first_weight"], lines["other_weight"]),
         marks,
+        name="weights",
     )
     sensitivity = Panel(
         "What training can still feel",
         axis,
         Axis("size", low=0.0, high=1.14),
-        (
-            Line(x, floats(curves["jacobian_trace"]), amber, "Jacobian trace 1 − Σp²"),
-            Line(x, floats(curves["slope"]), teal, "slope p(1 − p) of x's weight"),
-            Line(x, floats(curves["entropy_ratio"]), grey, "entropy ratio H/ln n", dash="dash"),
-        ),
+        (lines["jacobian_trace"], lines["slope"], lines["entropy_ratio"]),
         marks,
+        name="sensitivity",
     )
     solutions = record.tables["points"]
     points = Panel(
@@ -157,7 +150,7 @@ def show_saturation(record: Record) -> Figure:
             Points(
                 (main["x"],),
                 (0.0,),
-                amber,
+                lines["jacobian_trace"].colour,
                 size=10,
                 symbol="diamond",
                 text=(f"{main['definition']}: x = {main['x']:.3f}",),
@@ -167,13 +160,31 @@ def show_saturation(record: Record) -> Figure:
             Note(row["x"], float(index), f"{row['x']:.2f}", "right" if row["x"] < 0.8 * solutions[-1]["x"] else "left")
             for index, row in enumerate(solutions)
         ),
+        name="definitions",
     )
     return Figure(
-        f"softmax of x and {count(others, 'zero')} saturates at x = {main['x']:.2f}"
+        f"softmax of x and {count(int(record.spec['zeros']), 'zero')} saturates at x = {main['x']:.2f}"
         + ("" if within else f", beyond the sweep to {end:g}"),
         (weights, sensitivity, points),
         caption=f"{'The dashed line marks the' if within else 'The'} main definition: {main['definition']}.",
     )
+
+
+def draw_saturation(record: Record) -> dict[str, Line]:
+    """The curves of softmax([x, 0, …]) over x, by the names that the record has for them."""
+    violet, amber, teal, grey = _OTHER_COLOURS
+    x = floats(record.curves["x"])
+    looks: dict[str, tuple[str, str, Dash]] = {
+        "first_weight": (violet, "weight of x", "solid"),
+        "other_weight": (violet, f"weight of each of the {int(record.spec['zeros'])} zeros", "dash"),
+        "jacobian_trace": (amber, "Jacobian trace 1 − Σp²", "solid"),
+        "slope": (teal, "slope p(1 − p) of x's weight", "solid"),
+        "entropy_ratio": (grey, "entropy ratio H/ln n", "dash"),
+    }
+    return {
+        name: Line(x, floats(record.curves[name]), colour, label, dash=dash)
+        for name, (colour, label, dash) in looks.items()
+    }
 
 
 def _short_definition(index: int) -> str:
@@ -205,6 +216,7 @@ def show_temperature(record: Record) -> Figure:
                     ticks=decades,
                 ),
             ),
+            name="pattern",
         )
         for pattern in shown
     ]
@@ -259,4 +271,4 @@ def _show_by_temperature(rows: Sequence[Any], title: str, names: tuple[str, ...]
         if not with_interval:
             series.append(Points((float(index),), (row[names[1]],), colour, size=9, symbol="diamond"))
     highest = max(row[name] for row in rows for name in names)
-    return Panel(title, axis, Axis(label, low=0.0, high=1.12 * highest), tuple(series))
+    return Panel(title, axis, Axis(label, low=0.0, high=1.12 * highest), tuple(series), name=names[0])

@@ -40,7 +40,7 @@ def require_drawable(path: str | Path) -> str:
     target = Path(path)
     suffix = target.suffix.lower()
     if suffix not in FORMATS:
-        raise InvalidValueError(f"path must end in {', '.join(FORMATS)}, got {str(path)!r}")
+        raise InvalidValueError("path", f"must end in {', '.join(FORMATS)}, got {str(path)!r}")
     package = "plotly" if suffix == ".html" else "matplotlib"
     if importlib.util.find_spec(package) is None:
         raise missing_extra(package, "report")
@@ -57,7 +57,7 @@ def _render(figure: Figure, suffix: str) -> bytes:
 def require_page(path: str | Path) -> None:
     """Refuse a path that `write_report` could not write, before the work that leads to the page."""
     if Path(path).suffix.lower() != ".html":
-        raise InvalidValueError(f"path must end in .html, got {str(path)!r}")
+        raise InvalidValueError("path", f"must end in .html, got {str(path)!r}")
     require_drawable(path)
 
 
@@ -65,12 +65,12 @@ def require_directory(path: Path) -> None:
     """Refuse a path whose directory does not exist or cannot be written, or that is a directory itself."""
     if not path.parent.is_dir():
         raise InvalidValueError(
-            f"path must lie in an existing directory, got {str(path)!r}; make {str(path.parent)!r} first"
+            "path", f"must lie in an existing directory, got {str(path)!r}; make {str(path.parent)!r} first"
         )
     if path.is_dir():
-        raise InvalidValueError(f"path must be a file, got the directory {str(path)!r}")
+        raise InvalidValueError("path", f"must be a file, got the directory {str(path)!r}")
     if not os.access(path.parent, os.W_OK):
-        raise InvalidValueError(f"path must lie in a directory that can be written, got {str(path)!r}")
+        raise InvalidValueError("path", f"must lie in a directory that can be written, got {str(path)!r}")
 
 
 def write_whole(path: str | Path, content: bytes) -> Path:
@@ -83,7 +83,7 @@ def write_whole(path: str | Path, content: bytes) -> Path:
         draft.write_bytes(content)
         os.replace(draft, target)
     except OSError as error:
-        raise InvalidValueError(f"path must be a file that can be written, got {str(path)!r} ({error})") from None
+        raise InvalidValueError("path", f"must be a file that can be written, got {str(path)!r} ({error})") from None
     finally:
         draft.unlink(missing_ok=True)
     return target

@@ -41,7 +41,7 @@ def show_weights(weights: Array) -> Figure:
     """The weights `[..., H, L, S]` (or `[L, S]`) of the first sequence, a map per head, four heads at most."""
     maps = weights.reshape(-1, *weights.shape[-2:]) if weights.ndim < 4 else weights[(0,) * (weights.ndim - 3)]
     if not maps.size:
-        raise InvalidValueError(f"weights must have a head, a query and a key to draw, got shape {weights.shape}")
+        raise InvalidValueError("weights", f"must have a head, a query and a key to draw, got shape {weights.shape}")
     shown = maps[:_MOST_MAPS]
     strongest = float(np.nanmax(shown)) if np.isfinite(shown).any() else 1.0
     largest = shown.max(axis=-1)
@@ -70,7 +70,7 @@ def show_rows(statistics: AttentionStatistics) -> Figure:
     counted = np.isfinite(ratio)
     if not counted.any():
         raise InvalidValueError(
-            "statistics must have rows that see two keys or more to draw, got none: others have no entropy ratio"
+            "statistics", "must have rows that see two keys or more to draw, got none: others have no entropy ratio"
         )
     heads = ratio.shape[-2] if ratio.ndim > 1 else 1
     by_head = _mean_over_batch(ratio.reshape(-1, heads, ratio.shape[-1]))
@@ -110,7 +110,7 @@ def _draw_diagram(ratios: Array, indices: Array) -> Panel:
 def show_heads(summary: HeadSummary) -> Figure:
     """The heads of one layer: mean entropy ratio with the middle 90% of rows, and the largest logit."""
     if not summary.heads:
-        raise InvalidValueError("summary must have a head to draw, got none")
+        raise InvalidValueError("summary", "must have a head to draw, got none")
     heads = floats(range(summary.heads))
     ratio = summary["entropy_ratio"]
     mean, low, high = (floats(x) for x in (ratio.mean, ratio.quantile(0.05), ratio.quantile(0.95)))
@@ -152,7 +152,7 @@ def show_audit(audit: Audit) -> Figure:
 def _draw_model(name: str, paths: Sequence[str], ratios: Sequence[Any], logits: Sequence[Any]) -> Figure:
     most = max((len(row) for row in ratios), default=0)
     if not most:
-        raise InvalidValueError("there must be a head to draw, got none")
+        raise InvalidValueError("there", "must be a head to draw, got none")
     numbered = [
         (f"head {head} of layer {layer}", _number(value))
         for layer, row in enumerate(ratios)

@@ -8,8 +8,6 @@ from typing import NamedTuple
 from sqrtdk.errors import unknown_name
 from sqrtdk.records import Record
 from sqrtdk.report import (
-    bench_figures,
-    claim_figures,
     exercise_figures,
     gradient_figures,
     learning_figures,
@@ -56,8 +54,7 @@ CLAIM_COLUMNS = ("id", "source", "claimed", "computed", "verdict", "why")
 KINDS: dict[str, Kind] = {
     "claims": Kind(
         {"claims": ("id", "source", "verdict", "claimed", "computed", "why")},
-        claim_figures.show_claims,
-        "What the texts claim",
+        title="What the texts claim",
     ),
     "condensation": Kind(
         {
@@ -92,8 +89,6 @@ KINDS: dict[str, Kind] = {
     ),
     "bench": Kind(
         dict.fromkeys(("ratios", "timings", "costs", "growth", "memory", "left_out")),
-        bench_figures.show_bench,
-        "How fast it is",
         prints_curves=False,
     ),
     "zoo": Kind({"families": None}, zoo_figures.show_zoo, "The scale that models use"),

@@ -10,8 +10,6 @@ from sqrtdk.errors import missing_extra
 from sqrtdk.report.panels import (
     COLOUR_SCALES,
     Axis,
-    Band,
-    Bars,
     Figure,
     Heatmap,
     Line,
@@ -105,8 +103,6 @@ def _set_axis(axis: Any, set_scale: Any, set_limits: Any, wanted: Axis) -> None:
     if wanted.ticks is not None:
         axis.set_ticks([value for value, _ in wanted.ticks], labels=[label for _, label in wanted.ticks])
         axis.set_minor_locator(_no_ticks())
-    if wanted.hidden:
-        axis.set_visible(False)
 
 
 def _no_ticks() -> Any:
@@ -128,10 +124,6 @@ def _draw_series(canvas: Any, axes: Any, series: Series) -> None:
             )
         case Points():
             _draw_points(axes, series)
-        case Bars():
-            axes.bar(series.x, series.y, width=series.width, color=series.colour)
-        case Band():
-            axes.fill_between(series.x, series.low, series.high, color=series.colour, alpha=series.opacity, linewidth=0)
         case Heatmap():
             _draw_heatmap(canvas, axes, series)
 
@@ -149,18 +141,6 @@ def _draw_points(axes: Any, series: Points) -> None:
         markeredgewidth=0,
         alpha=0.9,
     )
-    if series.show_text and series.text is not None:
-        for x, y, text in zip(series.x, series.y, series.text, strict=True):
-            axes.annotate(
-                text,
-                (x, y),
-                xytext=(0, -series.size / 2 - 3),
-                textcoords="offset points",
-                ha="center",
-                va="top",
-                fontsize=7,
-                color=_INK,
-            )
 
 
 def _draw_heatmap(canvas: Any, axes: Any, series: Heatmap) -> None:
@@ -217,7 +197,6 @@ def _draw_note(axes: Any, note: Note) -> None:
 
 def _draw_legend(canvas: Any, figure: Figure) -> None:
     from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
 
     handles: list[Any] = []
     for label, series in figure.legend().items():
@@ -244,10 +223,6 @@ def _draw_legend(canvas: Any, figure: Figure) -> None:
                         markersize=min(series.size, 9),
                         label=label,
                     )
-                )
-            case Bars() | Band():
-                handles.append(
-                    Patch(color=series.colour, label=label, alpha=getattr(series, "opacity", 1.0), linewidth=0)
                 )
     letters = round(14 * canvas.get_figwidth())
     caption = "\n".join(textwrap.wrap(figure.caption, width=letters))

@@ -72,8 +72,9 @@ def plan_figure(data: Any) -> Figure:
     if isinstance(layers, Mapping) and all(isinstance(one, HeadSummary) for one in layers.values()):
         return show_layers(layers)
     raise InvalidTypeError(
-        "data must be an Attention, AttentionStatistics, HeadSummary, dict of HeadSummary, Audit, Record or what watch "
-        f"saw, got {type(data).__name__}"
+        "data",
+        "must be an Attention, AttentionStatistics, HeadSummary, dict of HeadSummary, Audit, Record or what watch "
+        f"saw, got {type(data).__name__}",
     )
 
 

@@ -11,19 +11,15 @@ from typing import Any
 from sqrtdk.audits import Audit
 from sqrtdk.audits.shipped import read_shipped
 from sqrtdk.cells import format_cell
-from sqrtdk.errors import InvalidTypeError, InvalidValueError, unknown_name
+from sqrtdk.errors import InvalidTypeError, InvalidValueError, unknown_name, warn
 from sqrtdk.records import Record, spec_hash
-from sqrtdk.report.answer import answer
-from sqrtdk.report.claim_cards import render_claims
 from sqrtdk.report.files import write_whole
 from sqrtdk.report.kinds import KINDS, figure_for, topic_of
 from sqrtdk.report.plotly_renderer import render_fragment
 from sqrtdk.report.shell import wrap_page
-from sqrtdk.report.story import SECTIONS, Chapter, Exhibit, Material, tell
-from sqrtdk.report.story_figures import show_effective_keys
+from sqrtdk.report.story import SECTIONS, Chapter, Exhibit, Material, Section, choose_sections
 from sqrtdk.report.table import render_table, render_text
 from sqrtdk.report.training_figures import compares_scaling
-from sqrtdk.report.try_it import render_try_it
 
 __all__ = ["render_report", "write_report"]
 
@@ -38,6 +34,7 @@ def write_report(
     only: Sequence[str] | None = None,
     full: bool = False,
     audit: Audit | None = None,
+    failures: Mapping[str, str] | None = None,
 ) -> Path:
     """Write the story of the records as one HTML file that needs nothing else: no network, no other file.
 
@@ -48,6 +45,9 @@ def write_report(
         only: the sections to write, names of `SECTIONS`; None: all for which there is something to show.
         full: leave nothing folded.
         audit: of a real model, measured for this page; None: the one of MiniLM that comes with sqrtdk, with its date.
+        failures: why the record of a topic, or the audit, could not be computed; its sections say so.
+
+    A section that cannot be written says why in its place, and warns.
 
     Returns:
         The path written.
@@ -56,7 +56,8 @@ def write_report(
         InvalidValueError: no records, an unknown kind or section, or a directory that does not exist.
         MissingExtraError: plotly is not installed.
     """
-    return write_whole(path, render_report(records, command=command, only=only, full=full, audit=audit).encode())
+    page = render_report(records, command=command, only=only, full=full, audit=audit, failures=failures)
+    return write_whole(path, page.encode())
 
 
 def render_report(
@@ -66,30 +67,32 @@ def render_report(
     only: Sequence[str] | None = None,
     full: bool = False,
     audit: Audit | None = None,
+    failures: Mapping[str, str] | None = None,
 ) -> str:
     """Render the page that `write_report` writes."""
-    for name in only or ():
-        if name not in SECTIONS:
-            raise unknown_name("section", name, list(SECTIONS))
-    chosen = [name for name in SECTIONS if only is None or name in only]
+    sections = choose_sections(only)
     named = _name_records(records, may_be_empty=only is not None)
-    told = Material(named, audit or read_shipped("minilm"), audit is not None)
-    sections = {name: body for name in chosen if (body := _render_section(name, told, full))}
+    material = Material(named, audit or read_shipped("minilm"), audit is not None, failures or {}, full)
+    bodies = {name: body for name, section in sections.items() if (body := _render_section(name, section, material))}
+    shown = {name: section for name, section in sections.items() if name in bodies}
+    leading = [bodies.pop(name) for name, section in shown.items() if section.leads]
+    titles = {name: section.title for name, section in shown.items() if not section.leads}
     if only is None:
-        sections |= _render_others(named, full)
-    titles = {name: SECTIONS[name].title if name in SECTIONS else _name_kind(named[name]) for name in sections}
-    links = "".join(
-        f'<a href="#{escape(name)}">{escape(title)}</a>' for name, title in titles.items() if name != "answer"
-    )
+        others = _render_others(named, full)
+        bodies |= others
+        titles |= {name: _name_kind(named[name]) for name in others}
+    links = "".join(f'<a href="#{escape(name)}">{escape(title)}</a>' for name, title in titles.items())
+    told_from = {need for section in shown.values() for need in section.needs}
     parts = [
         f'<header><h1>{_TITLE}</h1><p class="formula">Attention is softmax(QKᵀ/√dₖ)·V.</p></header>',
-        *([sections.pop("answer")] if "answer" in sections else []),
+        *leading,
         f'<nav aria-label="Sections">{links}<a href="#making">How it was made</a></nav>',
-        *sections.values(),
+        *bodies.values(),
         _render_making(named, command),
-        _render_data(named, told.audit if "models" in sections else None),
+        _render_data(named, material.audit if "audit" in told_from else None),
     ]
-    return wrap_page(f"{_TITLE} A report by sqrtdk", "\n".join(parts), try_it="try" in sections)
+    scripts = [script for section in shown.values() for script in section.scripts]
+    return wrap_page(f"{_TITLE} A report by sqrtdk", "\n".join(parts), scripts)
 
 
 def _name_records(records: Mapping[str, Record] | Sequence[Record], *, may_be_empty: bool) -> dict[str, Record]:
@@ -98,7 +101,7 @@ def _name_records(records: Mapping[str, Record] | Sequence[Record], *, may_be_em
     pairs: Iterable[tuple[Any, Any]] = records.items() if isinstance(records, Mapping) else enumerate(records)
     for place, record in pairs:
         if not isinstance(record, Record):
-            raise InvalidTypeError(f"records must hold Record objects, got {type(record).__name__} for {place!r}")
+            raise InvalidTypeError("records", f"must hold Record objects, got {type(record).__name__} for {place!r}")
         if record.kind not in KINDS:
             raise unknown_name("record kind", record.kind, list(KINDS))
         topic = topic_of(record)
@@ -107,52 +110,28 @@ def _name_records(records: Mapping[str, Record] | Sequence[Record], *, may_be_em
             continue
         named[topic] = record
     if not named and not may_be_empty:
-        raise InvalidValueError("records must hold at least one record, got none")
+        raise InvalidValueError("records", "must hold at least one record, got none")
     return named
 
 
-def _render_section(name: str, material: Material, full: bool) -> str:
-    section = SECTIONS[name]
+def _render_section(name: str, section: Section, material: Material) -> str:
+    """A section, or where it fails what failed; nothing where nothing of what it would show is there."""
+    heading = "" if section.leads else f"<h2>{escape(section.title)}</h2>"
     command = f'<p class="by"><code class="command">{escape(section.command)}</code></p>' if section.command else ""
-    heading = f"<h2>{escape(section.title)}</h2>"
-    match name:
-        case "answer":
-            return _render_answer(material.records)
-        case "try":
-            return (
-                f'<section id="try">{heading}<p>One query and n keys with standard normal entries, drawn here in '
-                "the page. Move the sliders: what softmax makes of the scores, without scaling and with the scale of "
-                f"your choice. One draw is one query; others differ.</p>{render_try_it()}</section>"
-            )
-        case "claims":
-            record = material.records.get("claims")
-            if record is None:
-                return ""
-            return f'<section id="claims">{heading}{render_claims(record, opened=full)}{command}</section>'
-    chapter = tell(name, material)
-    if chapter is None:
+    failed = [
+        f"{need} could not be computed: {why}" for need, why in material.failures.items() if need in section.needs
+    ]
+    body = ""
+    if not section.needs or any(map(material.has, section.needs)):
+        try:
+            body = _render_chapter(name, section.tell(material), material.full)
+        except Exception as error:  # a fault of ours must not cost the reader the rest of the page
+            failed.append(f"the section {name} could not be written: {type(error).__name__}: {error}")
+            warn(failed[-1])
+    if not body and not failed:
         return ""
-    return f'<section id="{name}">{heading}{_render_chapter(name, chapter, full)}{command}</section>'
-
-
-def _render_answer(records: Mapping[str, Record]) -> str:
-    sentences = answer(records)
-    record = records.get("condensation")
-    picture = ""
-    if record is not None:
-        exhibit = Exhibit(
-            show_effective_keys(record),
-            "",
-            "condensation",
-            "condensation",
-            [row for row in record.tables["condensation"] if row["n"] == max(record.spec["ns"])],
-            ("d_k", "scale", "rows", "effective_keys", "effective_keys_low", "effective_keys_high"),
-        )
-        picture = _render_exhibit("answer-0", exhibit, full=False)
-    if not sentences and not picture:
-        return ""
-    text = "".join(f"<li>{render_text(sentence)}</li>" for sentence in sentences)
-    return f'<section id="answer"><ol class="answer">{text}</ol>{picture}</section>'
+    alerts = "".join(f'<p class="failed" role="alert">{escape(message)}</p>' for message in failed)
+    return f'<section id="{name}">{heading}{alerts}{body}{command}</section>'
 
 
 def _render_chapter(name: str, chapter: Chapter, full: bool) -> str:
@@ -166,7 +145,8 @@ def _render_chapter(name: str, chapter: Chapter, full: bool) -> str:
         for index, (title, figure) in enumerate(chapter.more.items())
     )
     notes = "".join(f'<p class="note">{render_text(note)}</p>' for note in chapter.notes)
-    return f"<p>{render_text(chapter.text)}</p>{notes}{exhibits}{more}"
+    text = f"<p>{render_text(chapter.text)}</p>" if chapter.text else ""
+    return f"{text}{notes}{chapter.html}{exhibits}{more}"
 
 
 def _render_exhibit(name: str, exhibit: Exhibit, *, full: bool) -> str:

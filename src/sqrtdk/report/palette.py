@@ -6,8 +6,6 @@ all are readable on white and on near black. Colour never carries a meaning alon
 
 from __future__ import annotations
 
-from sqrtdk.report.panels import Symbol
-
 NEUTRAL = "#7b8390"
 ACCENT = "#8a63d2"
 
@@ -33,7 +31,6 @@ _FIXED_GAIN = "#e0718f"
 _SHARPER, _SOFTER = "#c0609a", "#5f7fa6"
 
 VERDICT_COLOURS = {"holds": "#2b8a57", "wrong": "#d0342c", "depends": "#b07a00", "undecided": NEUTRAL}
-VERDICT_SYMBOLS: dict[str, Symbol] = {"holds": "circle", "wrong": "cross", "depends": "diamond", "undecided": "square"}
 VERDICT_MARKS = {"holds": "✓", "wrong": "✗", "depends": "◐", "undecided": "?"}
 
 

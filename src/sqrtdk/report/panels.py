@@ -63,44 +63,14 @@ class Points:
     low: Numbers | None = None
     high: Numbers | None = None
     text: tuple[str, ...] | None = None
-    show_text: bool = False
 
     def __post_init__(self) -> None:
         for name in ("low", "high", "text"):
             if getattr(self, name) is not None:
                 _require_equal_lengths("Points", x=self.x, **{name: getattr(self, name)})
         if (self.low is None) != (self.high is None):
-            raise InvalidValueError("Points must get low and high together, got one of them")
+            raise InvalidValueError("Points", "must get low and high together, got one of them")
         _require_equal_lengths("Points", x=self.x, y=self.y)
-
-
-@dataclass(frozen=True)
-class Bars:
-    """Upright bars of one colour."""
-
-    x: Numbers
-    y: Numbers
-    colour: str
-    group: str | None = None
-    width: float = 0.8
-
-    def __post_init__(self) -> None:
-        _require_equal_lengths("Bars", x=self.x, y=self.y)
-
-
-@dataclass(frozen=True)
-class Band:
-    """The area between two lines over the same x."""
-
-    x: Numbers
-    low: Numbers
-    high: Numbers
-    colour: str
-    group: str | None = None
-    opacity: float = 0.2
-
-    def __post_init__(self) -> None:
-        _require_equal_lengths("Band", x=self.x, low=self.low, high=self.high)
 
 
 @dataclass(frozen=True)
@@ -122,10 +92,10 @@ class Heatmap:
         if self.text is not None:
             _require_equal_lengths("Heatmap", z=self.z, text=self.text)
         if len({len(row) for row in self.z}) > 1:
-            raise InvalidValueError(f"Heatmap must have rows of one length, got {[len(row) for row in self.z]}")
+            raise InvalidValueError("Heatmap", f"must have rows of one length, got {[len(row) for row in self.z]}")
 
 
-Series: TypeAlias = Line | Points | Bars | Band | Heatmap
+Series: TypeAlias = Line | Points | Heatmap
 
 
 @dataclass(frozen=True)
@@ -137,11 +107,10 @@ class Axis:
     low: float | None = None
     high: float | None = None
     ticks: tuple[tuple[float, str], ...] | None = None
-    hidden: bool = False
 
     def __post_init__(self) -> None:
         if (self.low is None) != (self.high is None):
-            raise InvalidValueError("Axis must get low and high together, got one of them")
+            raise InvalidValueError("Axis", "must get low and high together, got one of them")
         if self.log and self.low is not None and self.low <= 0:
             raise InvalidValueError(f"a logarithmic Axis must start above 0, got {self.low}")
 
@@ -190,7 +159,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Panel:
-    """One set of axes with what is drawn in it."""
+    """One set of axes with what is drawn in it; pages fetch it from a figure by its name."""
 
     title: str
     x: Axis
@@ -198,6 +167,7 @@ class Panel:
     series: tuple[Series, ...]
     lines: tuple[ReferenceLine, ...] = ()
     notes: tuple[Note, ...] = ()
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -210,19 +180,32 @@ class Figure:
     caption: str = ""
     panel_height: int = field(default=300)
 
-    def legend(self) -> dict[str, Line | Points | Bars | Band]:
+    def legend(self) -> dict[str, Line | Points]:
         """The legend's entries: each group once, with the first series that carries it.
 
         >>> line = Line((0.0,), (1.0,), "#000000", group="none")
         >>> list(Figure("f", (Panel("p", Axis(), Axis(), (line, line)),)).legend())
         ['none']
         """
-        entries: dict[str, Line | Points | Bars | Band] = {}
+        entries: dict[str, Line | Points] = {}
         for panel in self.panels:
             for series in panel.series:
                 if not isinstance(series, Heatmap) and series.group is not None:
                     entries.setdefault(series.group, series)
         return entries
+
+    def part(self, *names: str, columns: int) -> Figure:
+        """The figure with the panels of these names alone."""
+        return replace(self, panels=tuple(panel for panel in self.panels if panel.name in names), columns=columns)
+
+    def panel(self, name: str) -> Panel:
+        """The one panel of this name.
+
+        >>> Figure("f", (Panel("p", Axis(), Axis(), (), name="first"),)).panel("first").title
+        'p'
+        """
+        (panel,) = self.part(name, columns=1).panels
+        return panel
 
 
 def one_panel(title: str, panel: Panel, caption: str, height: int = 330) -> Figure:
@@ -238,4 +221,4 @@ def one_panel(title: str, panel: Panel, caption: str, height: int = 330) -> Figu
 def _require_equal_lengths(kind: str, **values: Sequence[object]) -> None:
     lengths = {name: len(value) for name, value in values.items()}
     if len(set(lengths.values())) > 1:
-        raise InvalidValueError(f"{kind} must get values of one length, got {lengths}")
+        raise InvalidValueError(kind, f"must get values of one length, got {lengths}")

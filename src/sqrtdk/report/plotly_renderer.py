@@ -10,8 +10,6 @@ from sqrtdk.errors import missing_extra
 from sqrtdk.report.panels import (
     COLOUR_SCALES,
     Axis,
-    Band,
-    Bars,
     Figure,
     Heatmap,
     Line,
@@ -107,25 +105,6 @@ def _trace(series: Series) -> dict[str, Any]:
             }
         case Points():
             return shared | _points_trace(series)
-        case Bars():
-            return shared | {
-                "type": "bar",
-                "x": series.x,
-                "y": series.y,
-                "width": series.width,
-                "marker": {"color": series.colour, "line": {"width": 0}},
-            }
-        case Band():
-            return shared | {
-                "type": "scatter",
-                "mode": "lines",
-                "x": series.x + series.x[::-1],
-                "y": series.high + series.low[::-1],
-                "fill": "toself",
-                "fillcolor": _transparent(series.colour, series.opacity),
-                "line": {"width": 0},
-                "hoverinfo": "skip",
-            }
         case Heatmap():
             return shared | _heatmap_trace(series)
 
@@ -133,7 +112,7 @@ def _trace(series: Series) -> dict[str, Any]:
 def _points_trace(series: Points) -> dict[str, Any]:
     trace: dict[str, Any] = {
         "type": "scatter",
-        "mode": "markers+text" if series.show_text else "markers",
+        "mode": "markers",
         "x": series.x,
         "y": series.y,
         "marker": {
@@ -144,8 +123,7 @@ def _points_trace(series: Points) -> dict[str, Any]:
         },
     }
     if series.text is not None:
-        trace |= {"text": [escape(text) for text in series.text], "hoverinfo": "text", "textposition": "bottom center"}
-        trace |= {"textfont": {"size": 10}, "cliponaxis": False}
+        trace |= {"text": [escape(text) for text in series.text], "hoverinfo": "text", "cliponaxis": False}
     if series.low is not None and series.high is not None:
         trace["error_y"] = {
             "type": "data",
@@ -187,11 +165,6 @@ def _differences(above: Numbers, below: Numbers) -> Numbers:
     return tuple(high - low for high, low in zip(above, below, strict=True))
 
 
-def _transparent(colour: str, opacity: float) -> str:
-    red, green, blue = (int(colour[index : index + 2], 16) for index in (1, 3, 5))
-    return f"rgba({red},{green},{blue},{opacity})"
-
-
 def _layout(panel: Panel, height: int) -> dict[str, Any]:
     heatmap = any(isinstance(series, Heatmap) for series in panel.series)
     return {
@@ -225,7 +198,6 @@ def _axis(axis: Axis, heatmap: bool, *, upside_down: bool) -> dict[str, Any]:
         # Invisible: they only keep the labels of the two axes apart in the corner.
         "tickcolor": "rgba(0,0,0,0)",
         "exponentformat": "power",
-        "visible": not axis.hidden,
     }
     if axis.log and axis.ticks is None:
         # Powers of ten only: in between Plotly writes lone digits 2 and 5 that nobody can read as 20 or 500.
@@ -277,7 +249,7 @@ def _note(note: Note, panel: Panel) -> dict[str, Any]:
     } | _NOTE_ANCHORS[note.side]
 
 
-def _legend_entry(group: str, series: Line | Points | Bars | Band) -> str:
+def _legend_entry(group: str, series: Line | Points) -> str:
     colour = series.colour
     match series:
         case Line():
@@ -292,9 +264,6 @@ def _legend_entry(group: str, series: Line | Points | Bars | Band) -> str:
                 "cross": f'<path d="M6 1 16 11 M16 1 6 11" stroke="{colour}" stroke-width="3.5"/>',
             }
             drawing = shapes[series.symbol]
-        case Bars() | Band():
-            opacity = series.opacity + 0.15 if isinstance(series, Band) else 1.0
-            drawing = f'<rect width="22" height="12" fill="{colour}" fill-opacity="{opacity:.2f}"/>'
     return (
         f'<button type="button" data-group="{escape(group)}" aria-pressed="true">'
         f'<svg width="22" height="12" aria-hidden="true">{drawing}</svg>{escape(group)}</button>'

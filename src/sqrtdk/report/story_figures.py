@@ -191,7 +191,7 @@ def show_spread(record: Record) -> Figure:
     whole = exercise_figures.show_variance(record)
     return one_panel(
         whole.title,
-        whole.panels[0],
+        whole.panel("spread"),
         f"Dots: {record.spec['samples']} random pairs (q, k) per size, seed {record.spec['seed']}, with 95% intervals, "
         "which are smaller than the dots; lines: the law.",
         height=_HEIGHT,
@@ -201,14 +201,14 @@ def show_spread(record: Record) -> Figure:
 def show_softmax(record: Record) -> Figure:
     """softmax([x, 0, …]) over x: the weight of x, and what is left of the slope."""
     whole = exercise_figures.show_saturation(record)
-    weights, sensitivity, _ = whole.panels
+    weights, lines = whole.panel("weights"), exercise_figures.draw_saturation(record)
     return one_panel(
         whole.title,
         Panel(
             "",
             Axis("lead of the largest score, x", low=weights.x.low, high=weights.x.high),
             Axis("weight, slope", low=0.0, high=1.14),
-            (weights.series[0], *sensitivity.series[:1]),
+            (lines["first_weight"], lines["jacobian_trace"]),
             weights.lines,
         ),
         f"Computed exactly, nothing is drawn at random. {whole.caption}",
@@ -295,7 +295,7 @@ def _state_gradients(cells: Mapping[tuple[int, int, str], Mapping[str, Any]], at
 def show_temperatures(record: Record) -> Figure:
     """The entropy ratio at each temperature around √dₖ."""
     whole = exercise_figures.show_temperature(record)
-    panel = next(panel for panel in whole.panels if panel.title.startswith("Entropy"))
+    panel = whole.panel("entropy_ratio")
     spec = record.spec
     return one_panel(
         whole.title,

@@ -85,7 +85,7 @@ class TryIt:
         for name, values in RANGES.items():
             if not values[0] <= getattr(self, name) <= values[-1]:
                 raise InvalidValueError(
-                    f"{name} must lie between {values[0]:g} and {values[-1]:g}, got {getattr(self, name)}"
+                    name, f"must lie between {values[0]:g} and {values[-1]:g}, got {getattr(self, name)}"
                 )
 
     @property

@@ -23,7 +23,7 @@ def show_zoo(record: Record) -> Figure:
     """Every family at its dₖ, on the line at 1 if it uses 1/√dₖ."""
     rows = [row for row in record.tables["families"] if row["measured"]]
     if not rows:
-        raise InvalidValueError("record must hold a measured scale to draw, got a zoo in which none was measured")
+        raise InvalidValueError("record", "must hold a measured scale to draw, got a zoo in which none was measured")
     sorts = {name: [row for row in rows if _sort(row) == name] for name in _SORTS}
     multiples = [_multiple(row) for row in rows]
     series = tuple(

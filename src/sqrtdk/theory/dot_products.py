@@ -89,7 +89,7 @@ def row_variance(
     """
     _require_distribution(d_k, std_q, std_k, key_correlation)
     if not alignment >= 0:
-        raise InvalidValueError(f"alignment must not be negative, got {alignment}")
+        raise InvalidValueError("alignment", f"must not be negative, got {alignment}")
     return d_k * (std_k * std_k) * (std_q * std_q + mean_q * mean_q) * (1.0 - key_correlation) * alignment
 
 
@@ -118,11 +118,11 @@ def alignment(second_moment_q: npt.ArrayLike, covariance_k: npt.ArrayLike) -> fl
 
 def _require_distribution(d_k: int, std_q: float, std_k: float, correlation: float) -> None:
     if d_k < 0:
-        raise InvalidValueError(f"d_k must not be negative, got {d_k}")
+        raise InvalidValueError("d_k", f"must not be negative, got {d_k}")
     if std_q < 0 or std_k < 0:
         raise InvalidValueError(f"std_q and std_k must not be negative, got {std_q} and {std_k}")
     if not -1.0 <= correlation <= 1.0:
-        raise InvalidValueError(f"correlation must lie in [-1, 1], got {correlation}")
+        raise InvalidValueError("correlation", f"must lie in [-1, 1], got {correlation}")
 
 
 class SquaredSumTerms(NamedTuple):
@@ -140,7 +140,7 @@ def squared_sum_terms(d_k: int) -> SquaredSumTerms:
     SquaredSumTerms(total=9, squares=3, crosses=6)
     """
     if d_k < 0:
-        raise InvalidValueError(f"d_k must not be negative, got {d_k}")
+        raise InvalidValueError("d_k", f"must not be negative, got {d_k}")
     return SquaredSumTerms(d_k * d_k, d_k, d_k * d_k - d_k)
 
 
@@ -151,7 +151,7 @@ def divided_variance(variance: float, divisor: float) -> float:
     1.0
     """
     if divisor == 0:
-        raise InvalidValueError("divisor must not be 0")
+        raise InvalidValueError("divisor", "must not be 0")
     return variance / (divisor * divisor)
 
 

@@ -200,9 +200,9 @@ class _Grid:
 
 def _require_gaussian_row(sigma: float, n: int) -> None:
     if n < 2:
-        raise InvalidValueError(f"n must be at least 2 keys, got {n}")
+        raise InvalidValueError("n", f"must be at least 2 keys, got {n}")
     if not (math.isfinite(sigma) and sigma >= 0):
-        raise InvalidValueError(f"sigma must be finite and not negative, got {sigma}")
+        raise InvalidValueError("sigma", f"must be finite and not negative, got {sigma}")
 
 
 def average_over_lengths(of_sigma: Callable[[float], Sequence[float]], scale: float, d_k: int) -> Array:
@@ -228,7 +228,7 @@ def expected_rows(scale: float, d_k: int, n: int) -> ExpectedSoftmax:
     (0.602, 0.597)
     """
     if d_k < 1:
-        raise InvalidValueError(f"d_k must be at least 1, got {d_k}")
+        raise InvalidValueError("d_k", f"must be at least 1, got {d_k}")
     return ExpectedSoftmax(*average_over_lengths(lambda sigma: expected_softmax(sigma, n), scale, d_k).tolist())
 
 
@@ -248,7 +248,7 @@ def unscaled_crossover(n: int) -> Crossover:
     [13.9, 55.5]
     """
     if n < 2:
-        raise InvalidValueError(f"n must be at least 2 keys, got {n}")
+        raise InvalidValueError("n", f"must be at least 2 keys, got {n}")
     return Crossover(2.0 * math.log(n), 8.0 * math.log(n))
 
 
@@ -275,7 +275,7 @@ def digamma(x: float) -> float:
     -0.577215664902
     """
     if not x > 0:
-        raise InvalidValueError(f"x must be positive, got {x}")
+        raise InvalidValueError("x", f"must be positive, got {x}")
     shift = 0.0
     while x < 10.0:
         shift -= 1.0 / x

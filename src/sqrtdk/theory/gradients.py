@@ -36,7 +36,7 @@ def gradient_scale(scale: float, *, d_k: int, n: int) -> float:
     True
     """
     if d_k < 1:
-        raise InvalidValueError(f"d_k must be at least 1, got {d_k}")
+        raise InvalidValueError("d_k", f"must be at least 1, got {d_k}")
     norm_square, along_square = average_over_lengths(lambda sigma: expected_jacobian(sigma, n), scale, d_k)
     return abs(scale) * math.sqrt((d_k - 1) * norm_square + along_square)
 
@@ -51,7 +51,7 @@ def top_gap_density(n: int) -> float:
     (0.5642, 1.766)
     """
     if n < 2:
-        raise InvalidValueError(f"n must be at least 2 keys, got {n}")
+        raise InvalidValueError("n", f"must be at least 2 keys, got {n}")
     x = np.linspace(-12.0, 12.0, 2401)
     cumulative = np.array([0.5 * math.erfc(-value / math.sqrt(2.0)) for value in x])
     with np.errstate(under="ignore"):
@@ -84,7 +84,7 @@ def unscaled_gradients(d_k: int, n: int) -> UnscaledGradients:
     [1.409, 3.65, 0.171]
     """
     if d_k < 1:
-        raise InvalidValueError(f"d_k must be at least 1, got {d_k}")
+        raise InvalidValueError("d_k", f"must be at least 1, got {d_k}")
     density = top_gap_density(n)
     return UnscaledGradients(
         mean=math.sqrt(2.0 / math.pi) * density,

@@ -39,6 +39,12 @@ _LONGEST_KEPT = 4096
 _TEMPERATURES = (0.25, 0.5, 0.71, 1.0, 1.41, 2.0, 4.0)
 
 
+class MisfitError(InvalidValueError):
+    """A batch that a model cannot take; `raised` says which model raised what."""
+
+    raised = ""
+
+
 def audit(model: nn.Module, batch: Any) -> Audit:
     """Run a model once on a batch and say what every head does, the scale of every layer, and what is wrong.
 
@@ -70,7 +76,7 @@ def audit(model: nn.Module, batch: Any) -> Audit:
     Nothing was found wrong.
     """
     if not isinstance(model, nn.Module):
-        raise InvalidTypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        raise InvalidTypeError("model", f"must be a torch.nn.Module, got {type(model).__name__}")
     arguments, named = _read_batch(batch)
     with _unchanged(model), torch.no_grad(), watch(model, keep_rows=_kept_rows(batch)) as seen:
         try:
@@ -79,12 +85,12 @@ def audit(model: nn.Module, batch: Any) -> Audit:
             raise
         except _MISFITS as error:
             reason = " ".join(str(error).split())[:_LONGEST_REASON] or "no reason given"
-            raise InvalidValueError(
-                f"batch must fit the model, got {_describe(batch)}, for which "
-                f"{type(model).__name__} raised {type(error).__name__}: {reason}"
-            ) from error
+            raised = f"{type(model).__name__} raised {type(error).__name__}: {reason}"
+            misfit = MisfitError("batch", f"must fit the model, got {_describe(batch)}, for which {raised}")
+            misfit.raised = raised
+            raise misfit from error
     if not seen.scales and not seen.unattributed:
-        raise InvalidValueError(f"model must compute attention, got {type(model).__name__}, which called none")
+        raise InvalidValueError("model", f"must compute attention, got {type(model).__name__}, which called none")
     return _judge(model, seen, _describe(batch))
 
 
@@ -101,12 +107,12 @@ def _read_batch(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     if isinstance(batch, Mapping):
         strange = [name for name in batch if not isinstance(name, str)]
         if strange:
-            raise InvalidTypeError(f"batch must have names of arguments as keys, got {strange[0]!r}")
+            raise InvalidTypeError("batch", f"must have names of arguments as keys, got {strange[0]!r}")
         return (), batch
     if isinstance(batch, tuple | list):
         return tuple(batch), {}
     raise InvalidTypeError(
-        f"batch must be a tensor, a tuple of arguments or a dict of keyword arguments, got {type(batch).__name__}"
+        "batch", f"must be a tensor, a tuple of arguments or a dict of keyword arguments, got {type(batch).__name__}"
     )
 
 

@@ -177,7 +177,7 @@ def _follow(pressure: TemperaturePressure | None, query: Tensor) -> Tensor:
     if pressure is None:
         return query
     if not isinstance(pressure, TemperaturePressure):
-        raise InvalidTypeError(f"pressure must be a TemperaturePressure, got {type(pressure).__name__}")
+        raise InvalidTypeError("pressure", f"must be a TemperaturePressure, got {type(pressure).__name__}")
     return pressure.follow(query)
 
 

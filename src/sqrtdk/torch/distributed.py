@@ -29,7 +29,7 @@ def all_reduce(summary: HeadSummary, group: dist.ProcessGroup | None = None) -> 
             not initialised.
     """
     if not isinstance(summary, HeadSummary):
-        raise InvalidTypeError(f"summary must be a HeadSummary, got {type(summary).__name__}")
+        raise InvalidTypeError("summary", f"must be a HeadSummary, got {type(summary).__name__}")
     device = _device_of(group)
     heads = _gather(np.array([summary.heads]), device, group).ravel()
     if (heads != heads[0]).any():
@@ -77,7 +77,7 @@ def _device_of(group: dist.ProcessGroup | None) -> torch.device:
             "call torch.distributed.init_process_group first"
         )
     if dist.get_rank(group) < 0:
-        raise InvalidValueError("group must contain the calling process")
+        raise InvalidValueError("group", "must contain the calling process")
     if dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -128,9 +128,9 @@ def measure_heads(
     (2, 'switched off')
     """
     if not isinstance(model, nn.Module):
-        raise InvalidTypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        raise InvalidTypeError("model", f"must be a torch.nn.Module, got {type(model).__name__}")
     if temperature is not None and not (isinstance(temperature, int | float) and temperature > 0):
-        raise InvalidValueError(f"temperature must be None (switched off) or a factor above 0, got {temperature!r}")
+        raise InvalidValueError("temperature", f"must be None (switched off) or a factor above 0, got {temperature!r}")
     with _as_before(model), torch.no_grad():
         run = _Run(model, batch, loss, output)
         with watch(model) as seen:
@@ -234,7 +234,7 @@ class _Run:
         loss = getattr(result, "loss", None) if self._loss is None else self._loss(result)
         tensor = _find_output(result) if self._output is None else self._output(result)
         if not isinstance(tensor, Tensor):
-            raise InvalidTypeError(f"output must give a tensor, got {type(tensor).__name__}")
+            raise InvalidTypeError("output", f"must give a tensor, got {type(tensor).__name__}")
         return _Outcome(None if loss is None else float(loss), tensor.detach().double())
 
 
@@ -263,7 +263,7 @@ def _choose(heads: Sequence[tuple[str, int]] | None, reached: Mapping[str, int])
     for one in heads:
         if tuple(one) not in known:
             layers = ", ".join(f"{path!r} ({number})" for path, number in reached.items())
-            raise InvalidValueError(f"heads must be pairs (layer, head) of these layers: {layers}; got {one!r}")
+            raise InvalidValueError("heads", f"must be pairs (layer, head) of these layers: {layers}; got {one!r}")
     return [(path, head) for path, head in heads]
 
 

@@ -45,11 +45,12 @@ def register_huggingface(name: str = "sqrtdk") -> None:
         MissingExtraError, InvalidValueError: transformers is not there or too old; the name cannot be used.
     """
     if not isinstance(name, str):
-        raise InvalidTypeError(f"name must be a str, got {type(name).__name__}")
+        raise InvalidTypeError("name", f"must be a str, got {type(name).__name__}")
     if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or any(part in name for part in _RESERVED):
         raise InvalidValueError(
-            f"name must consist of letters, digits, _ and - and contain none of {', '.join(_RESERVED)}, "
-            f"which transformers reads its own way; got {name!r}"
+            "name",
+            f"must consist of letters, digits, _ and - and contain none of {', '.join(_RESERVED)}, "
+            f"which transformers reads its own way; got {name!r}",
         )
     registrations = list(zip(_import_interfaces(), (attend, make_mask), strict=True))
     if any(registry().get(name, function) is not function for registry, function in registrations):
@@ -217,8 +218,9 @@ def _align_ends(queries: int, keys: int, causal: bool, sliding_window: int | Non
         return {}
     if queries > keys:
         raise InvalidValueError(
-            f"attention_mask must be given where a causal or windowed layer has more queries ({queries}) "
-            f"than keys ({keys}): the first queries would lie before the first key"
+            "attention_mask",
+            f"must be given where a causal or windowed layer has more queries ({queries}) "
+            f"than keys ({keys}): the first queries would lie before the first key",
         )
     if queries == 1 and sliding_window is None:
         return {}  # the last query sees every key: the plain operation, which has a shorter way
@@ -230,9 +232,9 @@ def _close_masked(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """The mask with −inf in place of the finite "minus infinity" that models write."""
     if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
         came = getattr(mask, "dtype", type(mask).__name__)
-        raise InvalidTypeError(f"attention_mask must be None or a boolean or floating-point tensor, got {came}")
+        raise InvalidTypeError("attention_mask", f"must be None or a boolean or floating-point tensor, got {came}")
     if mask.ndim != 4:
-        raise InvalidValueError(f"attention_mask must have shape [B, H, L, S], got {tuple(mask.shape)}")
+        raise InvalidValueError("attention_mask", f"must have shape [B, H, L, S], got {tuple(mask.shape)}")
     if mask.dtype == torch.bool:
         return mask
     lowest = max(torch.finfo(mask.dtype).min, torch.finfo(dtype).min) / 2

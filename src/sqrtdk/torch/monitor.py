@@ -107,16 +107,16 @@ class Monitor(AbstractContextManager["Monitor"]):
         clip: float | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
-            raise InvalidTypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+            raise InvalidTypeError("model", f"must be a torch.nn.Module, got {type(model).__name__}")
         for name, number, least in (("every", every, 1), ("first_step", first_step, 0)):
             if isinstance(number, bool) or not isinstance(number, int):
-                raise InvalidTypeError(f"{name} must be an integer, got {number!r}")
+                raise InvalidTypeError(name, f"must be an integer, got {number!r}")
             if number < least:
-                raise InvalidValueError(f"{name} must be at least {least}, got {number}")
+                raise InvalidValueError(name, f"must be at least {least}, got {number}")
         if on_alert is not None and not callable(on_alert):
-            raise InvalidTypeError(f"on_alert must be a function of an alert, got {type(on_alert).__name__}")
+            raise InvalidTypeError("on_alert", f"must be a function of an alert, got {type(on_alert).__name__}")
         if clip is not None and (isinstance(clip, bool) or not isinstance(clip, int | float) or not clip > 0):
-            raise InvalidValueError(f"clip must be a threshold above 0, got {clip!r}")
+            raise InvalidValueError("clip", f"must be a threshold above 0, got {clip!r}")
         self._write = open_destination(to)
         self._model = model
         self._every = every

@@ -74,7 +74,7 @@ def require_finite(call: Call) -> None:
     for name in BY_ROW:
         tensor = getattr(call, name)
         if tensor is not None and tensor.is_cpu and not bool(torch.isfinite(tensor).all()):
-            raise InvalidValueError(f"{name} must be finite, got {tensor}")
+            raise InvalidValueError(name, f"must be finite, got {tensor}")
 
 
 def _forward(*flat: Any) -> Forward:

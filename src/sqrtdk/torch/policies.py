@@ -52,10 +52,10 @@ def apply_scale(scale: TensorScale, q: Tensor, k: Tensor, v: Tensor, mask: Tenso
     if isinstance(scale, Tensor):
         return Scaled(q, k, v, require_scale_tensor("scale", scale, q), 0.0)
     if isinstance(scale, torch.nn.Module):
-        raise InvalidTypeError(f"scale must be a LearnableScale to be a module, got {type(scale).__name__}")
+        raise InvalidTypeError("scale", f"must be a LearnableScale to be a module, got {type(scale).__name__}")
     if isinstance(scale, bool) or not isinstance(scale, int | float | np.number | torch.SymFloat):
         came = scale if isinstance(scale, bool) else type(scale).__name__
-        raise InvalidTypeError(f"scale must be a number, a tensor, a policy or its name, got {came}")
+        raise InvalidTypeError("scale", f"must be a number, a tensor, a policy or its name, got {came}")
     return Scaled(q, k, v, None, require_finite_number("scale", float(scale)))
 
 

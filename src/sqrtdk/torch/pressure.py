@@ -55,7 +55,7 @@ class TemperaturePressure(Shown):
 
     def __init__(self, scaler: Any = None) -> None:
         if scaler is not None and not callable(getattr(scaler, "get_scale", None)):
-            raise InvalidTypeError(f"scaler must be a torch.amp.GradScaler or None, got {type(scaler).__name__}")
+            raise InvalidTypeError("scaler", f"must be a torch.amp.GradScaler or None, got {type(scaler).__name__}")
         self.scaler = scaler
         self.reset()
 
@@ -110,14 +110,14 @@ class TemperaturePressure(Shown):
                 "call it outside the compiled region, or leave pressure out of the compiled model"
             )
         if not isinstance(q, Tensor):
-            raise InvalidTypeError(f"q must be a tensor, got {type(q).__name__}")
+            raise InvalidTypeError("q", f"must be a tensor, got {type(q).__name__}")
         if q.dim() < 2:
-            raise InvalidValueError(f"q must have shape [..., H, L, D] or [L, D], got {tuple(q.shape)}")
+            raise InvalidValueError("q", f"must have shape [..., H, L, D] or [L, D], got {tuple(q.shape)}")
         if not (q.requires_grad and torch.is_grad_enabled()):
             return q
         heads = q.shape[-3] if q.dim() > 2 else 1
         if self._heads not in (None, heads):
-            raise InvalidValueError(f"q must have {self._heads} heads, as the q followed before, got {heads}")
+            raise InvalidValueError("q", f"must have {self._heads} heads, as the q followed before, got {heads}")
         self._heads = heads
         alias: Tensor = _Follow.apply(q, self)  # type: ignore[no-untyped-call]
         return alias

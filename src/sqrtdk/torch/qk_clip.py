@@ -155,20 +155,20 @@ def qk_clip_(
 
 def _check(model: Any, seen: Any, threshold: Any) -> None:
     if not isinstance(model, nn.Module):
-        raise InvalidTypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        raise InvalidTypeError("model", f"must be a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(seen, Seen):
-        raise InvalidTypeError(f"seen must be what watch(model) gives, got {type(seen).__name__}")
+        raise InvalidTypeError("seen", f"must be what watch(model) gives, got {type(seen).__name__}")
     if isinstance(threshold, bool) or not isinstance(threshold, int | float):
-        raise InvalidTypeError(f"threshold must be a number, got {threshold!r}")
+        raise InvalidTypeError("threshold", f"must be a number, got {threshold!r}")
     if not 0 < threshold < math.inf:
-        raise InvalidValueError(f"threshold must be positive and finite, got {threshold}")
+        raise InvalidValueError("threshold", f"must be positive and finite, got {threshold}")
     if any(summary.is_sample for summary in seen.layers.values()):
         raise InvalidValueError(
-            "seen must have all rows, for the largest score of a sample is none; watch without sample_rows"
+            "seen", "must have all rows, for the largest score of a sample is none; watch without sample_rows"
         )
     if seen.passed_over:
         raise InvalidValueError(
-            f"seen must have all calls, but {seen.passed_over} were passed over; watch without every"
+            "seen", f"must have all calls, but {seen.passed_over} were passed over; watch without every"
         )
 
 

@@ -43,9 +43,9 @@ def check_sample(count: int, seed: int) -> None:
     """Raise the error that names `sample_rows` or `sample_seed` if a sample cannot be drawn with them."""
     for name, value, least in (("sample_rows", count, 1), ("sample_seed", seed, 0)):
         if isinstance(value, bool) or not isinstance(value, int):
-            raise InvalidTypeError(f"{name} must be an integer, got {type(value).__name__}")
+            raise InvalidTypeError(name, f"must be an integer, got {type(value).__name__}")
         if not least <= value < 2**63:
-            raise InvalidValueError(f"{name} must be at least {least} and below 2**63, got {value}")
+            raise InvalidValueError(name, f"must be at least {least} and below 2**63, got {value}")
 
 
 def _hash(counter: Tensor, seed: int) -> Tensor:

@@ -11,14 +11,13 @@ from importlib import metadata, resources
 from sqrtdk.audits import Audit
 from sqrtdk.checkpoints import find_checkpoint
 from sqrtdk.errors import InvalidValueError, SqrtdkError
-from sqrtdk.torch.audit import audit
+from sqrtdk.torch.audit import MisfitError, audit
 from sqrtdk.torch.model_input import IN_PYTHON, Feed, propose_feeds
 from sqrtdk.torch.stored_model import StoredModel, load_model
 
 __all__ = ["audit_stored"]
 
 _BUILT_IN = "the built-in text"
-_LONGEST_REASON = 300
 
 
 def audit_stored(
@@ -56,13 +55,8 @@ def audit_stored(
         on_step(f"running {name} on {feed.words}", 0.5)
         try:
             audited = audit(stored.model, feed.batch)
-        except InvalidValueError as error:
-            if error.__cause__ is None:
-                raise
-            reason = f"{type(error.__cause__).__name__}: {' '.join(str(error.__cause__).split())[:_LONGEST_REASON]}"
-            misfit = misfit or InvalidValueError(
-                f"{name} cannot be run on {feed.words}: {kind} raised {reason}; {IN_PYTHON}"
-            )
+        except MisfitError as error:
+            misfit = misfit or InvalidValueError(f"{name} cannot be run on {feed.words}: {error.raised}; {IN_PYTHON}")
             continue
         about = {
             **audited.about,

@@ -45,15 +45,15 @@ def _explain_tensors(q: Any, k: Any, v: Any, names: Names) -> InvalidTypeError:
     for name, tensor in named.items():
         if not isinstance(tensor, Tensor):
             return InvalidTypeError(
-                f"{name} must be a torch tensor, got {type(tensor).__name__}; sqrtdk.attention takes arrays"
+                name, f"must be a torch tensor, got {type(tensor).__name__}; sqrtdk.attention takes arrays"
             )
         if tensor.is_nested or tensor.layout != torch.strided:
-            return InvalidTypeError(f"{name} must be a dense strided tensor, got {_name_layout(tensor)}")
+            return InvalidTypeError(name, f"must be a dense strided tensor, got {_name_layout(tensor)}")
         if tensor.dtype not in _FLOATS:
-            return InvalidTypeError(f"{name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}")
+            return InvalidTypeError(name, f"must be float16, bfloat16, float32 or float64, got {tensor.dtype}")
     for name, tensor in named.items():
         if tensor.device != q.device:
-            return InvalidTypeError(f"{name} must be on {names[0]}'s device {q.device}, got {tensor.device}")
+            return InvalidTypeError(name, f"must be on {names[0]}'s device {q.device}, got {tensor.device}")
     return InvalidTypeError(
         f"{names[0]}, {names[1]} and {names[2]} must have one dtype, "
         f"got {q.dtype}, {k.dtype} and {v.dtype}; convert them with .to"
@@ -97,13 +97,13 @@ def broadcast_heads(query: Tensor, key: Tensor, value: Tensor, grouped: bool) ->
 def require_mask(mask: Tensor, q: Tensor, shape: tuple[int, ...], name: str = "mask") -> Tensor:
     """A boolean or floating mask that broadcasts to `shape`."""
     if not isinstance(mask, Tensor):
-        raise InvalidTypeError(f"{name} must be a torch tensor, got {type(mask).__name__}")
+        raise InvalidTypeError(name, f"must be a torch tensor, got {type(mask).__name__}")
     if mask.dtype != torch.bool and mask.dtype not in _FLOATS:
-        raise InvalidTypeError(f"{name} must be boolean (True: may attend) or additive float, got {mask.dtype}")
+        raise InvalidTypeError(name, f"must be boolean (True: may attend) or additive float, got {mask.dtype}")
     # By name, as importing its module takes a second; its elements are not the mask, nor anything else.
     if type(mask).__module__ == "torch.nn.attention.bias":
         raise InvalidTypeError(
-            f"{name} must be a tensor of elements, got {type(mask).__name__}; ask for a causal range by its argument"
+            name, f"must be a tensor of elements, got {type(mask).__name__}; ask for a causal range by its argument"
         )
     _require_place(name, mask, q)
     require_mask_shape(name, mask.shape, shape)
@@ -112,9 +112,9 @@ def require_mask(mask: Tensor, q: Tensor, shape: tuple[int, ...], name: str = "m
 
 def _require_place(name: str, tensor: Tensor, q: Tensor) -> None:
     if tensor.device != q.device:
-        raise InvalidTypeError(f"{name} must be on the queries' device {q.device}, got {tensor.device}")
+        raise InvalidTypeError(name, f"must be on the queries' device {q.device}, got {tensor.device}")
     if tensor.is_nested or tensor.layout != torch.strided:
-        raise InvalidTypeError(f"{name} must be a dense strided tensor, got {_name_layout(tensor)}")
+        raise InvalidTypeError(name, f"must be a dense strided tensor, got {_name_layout(tensor)}")
 
 
 def _name_layout(tensor: Tensor) -> str:
@@ -125,7 +125,7 @@ def require_sinks(sinks: Tensor, q: Tensor, heads: int) -> Tensor:
     """A floating tensor with one logit per query head."""
     if not isinstance(sinks, Tensor) or sinks.dtype not in _FLOATS:
         came = sinks.dtype if isinstance(sinks, Tensor) else type(sinks).__name__
-        raise InvalidTypeError(f"sinks must be a floating tensor, one logit per query head, got {came}")
+        raise InvalidTypeError("sinks", f"must be a floating tensor, one logit per query head, got {came}")
     _require_place("sinks", sinks, q)
     require_sinks_shape(sinks.shape, heads)
     return sinks
@@ -135,7 +135,7 @@ def require_alibi(alibi: Tensor, q: Tensor) -> Tensor:
     """Floating slopes `[..., H]`, as a view that broadcasts to `[..., H, L]`."""
     if not isinstance(alibi, Tensor) or alibi.dtype not in _FLOATS:
         came = alibi.dtype if isinstance(alibi, Tensor) else type(alibi).__name__
-        raise InvalidTypeError(f"alibi must be a floating tensor, one slope per query head, got {came}")
+        raise InvalidTypeError("alibi", f"must be a floating tensor, one slope per query head, got {came}")
     _require_place("alibi", alibi, q)
     return alibi.reshape(require_alibi_shape(alibi.shape, q.shape))
 
@@ -146,9 +146,9 @@ _NUMBERS = (int, float, np.number, torch.SymInt, torch.SymFloat)
 def require_dropout(p: float, name: str = "dropout") -> float:
     """A probability."""
     if isinstance(p, bool) or not isinstance(p, _NUMBERS):
-        raise InvalidTypeError(f"{name} must be a probability, got {p!r}")
+        raise InvalidTypeError(name, f"must be a probability, got {p!r}")
     if not 0.0 <= p <= 1.0:
-        raise InvalidValueError(f"{name} must lie in [0, 1], got {p}")
+        raise InvalidValueError(name, f"must lie in [0, 1], got {p}")
     return float(p)
 
 
@@ -157,17 +157,17 @@ def require_finite_number(name: str, value: float) -> float:
     if isinstance(value, Tensor) and value.numel() == 1 and not value.requires_grad and value.dtype != torch.bool:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, _NUMBERS):
-        raise InvalidTypeError(f"{name} must be a number, got {value!r}")
+        raise InvalidTypeError(name, f"must be a number, got {value!r}")
     # A symbolic number of the compiler can be subtracted, but not asked whether it is finite.
     if not value - value == 0.0:
-        raise InvalidValueError(f"{name} must be finite, got {value}")
+        raise InvalidValueError(name, f"must be finite, got {value}")
     return float(value)
 
 
 def require_scale_tensor(name: str, scale: Tensor, q: Tensor, *, rows_known: bool = False) -> Tensor:
     """A floating tensor that broadcasts to `[..., H, L]`; whether it is finite is looked up where it is read."""
     if scale.dtype not in _FLOATS:
-        raise InvalidTypeError(f"{name} must be floating, got {scale.dtype}")
+        raise InvalidTypeError(name, f"must be floating, got {scale.dtype}")
     if scale.dim():  # a tensor that is one number may lie anywhere, as torch has it
         _require_place(name, scale, q)
     require_scale_shape(name, "tensor", scale.shape, q.shape[:-1], rows_known)

@@ -15,10 +15,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
@@ -31,21 +30,18 @@ from sqrtdk.web.audit_view import view_audit
 from sqrtdk.web.experiment import BOUNDS, DISTRIBUTIONS, DTYPES, MOST_SCORES, POLICIES, QUERIES, Experiment
 from sqrtdk.web.gate import Gate
 from sqrtdk.web.measurement import expect, measure
-from sqrtdk.web.npz import MOST_BYTES, read_npz
 from sqrtdk.web.pages import PAGES, read_plotly, render_page
 from sqrtdk.web.presets import PRESETS
 from sqrtdk.web.quantities import AUDITED, EXPLORED
 from sqrtdk.web.runs import list_runs, read_curves
-from sqrtdk.web.vectors import Vectors, draw, with_values
+from sqrtdk.web.vectors import draw
 
 __all__ = ["make_app"]
 
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
-_UPLOAD_SECONDS = 20.0
 _WAITING_SECONDS = 15.0
 # What takes some ten milliseconds, the usual setting of the page among it.
 _SMALL_PRODUCTS = QUERIES * 1024 * 64
-_SMALL_BYTES = 2**18
 
 
 def make_app(
@@ -69,7 +65,6 @@ def make_app(
     routes += [
         Route("/api/options", site.options, methods=["GET"]),
         Route("/api/explore", site.explore, methods=["GET"]),
-        Route("/api/explore", site.explore_file, methods=["POST"]),
         Route("/api/expected", site.expected, methods=["GET"]),
         Route("/api/audit", site.audit, methods=["GET"]),
         Route("/api/runs", site.runs, methods=["GET"]),
@@ -97,17 +92,9 @@ class _Site:
 
     async def explore(self, request: Request) -> Response:
         asked = Experiment.read(_read_query(request))
-        if asked.source == "file":
-            raise InvalidValueError("source must be random or scores without a file; an .npz is the body of a POST")
         products = QUERIES * asked.n * asked.d_k
         worker = self._small if products <= _SMALL_PRODUCTS else self._large
         return await self._compute(request, worker, partial(_explore, asked))
-
-    async def explore_file(self, request: Request) -> Response:
-        asked = Experiment.read({**_read_query(request), "source": "file"})
-        content = await _read_body(request)
-        worker = self._small if len(content) <= _SMALL_BYTES else self._large
-        return await self._compute(request, worker, partial(_explore_file, asked, content))
 
     async def expected(self, request: Request) -> Response:
         asked = Experiment.read(_read_query(request))
@@ -154,12 +141,6 @@ def _explore(asked: Experiment) -> dict[str, Any]:
     return measure(asked, draw(asked))
 
 
-def _explore_file(asked: Experiment, content: bytes) -> dict[str, Any]:
-    given = read_npz(content)
-    vectors: Vectors = with_values(given.q, given.k, given.v, asked.dtype, np.random.default_rng(asked.seed))
-    return measure(asked, vectors) | {"given_not_finite": given.not_finite}
-
-
 def _show_audit(path: Path | None) -> dict[str, Any]:
     return view_audit(read_audit(path)) | {
         "source": "the audit of all-MiniLM-L6-v2 that comes with sqrtdk" if path is None else path.name,
@@ -189,7 +170,6 @@ def _list_options() -> dict[str, Any]:
         "dtypes": dtypes,
         "queries": QUERIES,
         "most_scores": MOST_SCORES,
-        "most_bytes": MOST_BYTES,
         "presets": [preset._asdict() for preset in PRESETS],
         "quantities": [quantity._asdict() for quantity in EXPLORED],
         "version": version("sqrtdk"),
@@ -206,25 +186,6 @@ def _read_query(request: Request, names: tuple[str, ...] | None = None) -> dict[
     if unknown:
         raise InvalidValueError(f"unknown parameter {unknown[0][:40]!r}")
     return query
-
-
-async def _read_body(request: Request) -> bytes:
-    declared = request.headers.get("content-length", "0")
-    too_large = HTTPException(413, f"the file must be at most {MOST_BYTES} bytes")
-    if not declared.isdecimal() or int(declared[:20]) > MOST_BYTES:
-        raise too_large
-    content = bytearray()
-    try:
-        async with asyncio.timeout(_UPLOAD_SECONDS):
-            async for part in request.stream():
-                content += part
-                if len(content) > MOST_BYTES:
-                    raise too_large
-    except TimeoutError:
-        raise HTTPException(408, f"the file must arrive within {_UPLOAD_SECONDS:g} seconds") from None
-    except ClientDisconnect:
-        raise HTTPException(400, "the file must arrive whole") from None
-    return bytes(content)
 
 
 def _dump(content: dict[str, Any]) -> bytes:

@@ -13,11 +13,9 @@ from sqrtdk.errors import InvalidValueError, unknown_name
 
 QUERIES = 64
 """Queries that are drawn; the numbers shown are means over them."""
-MOST_PRODUCTS = QUERIES * 8192 * 1024
-"""The largest L·n·dₖ of one answer, that of the largest drawn one: bounds its time and its memory."""
 MOST_SCORES = 64
 
-SOURCES = ("random", "scores", "file")
+SOURCES = ("random", "scores")
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 TRIO = ("none", "sqrt", "inverse")
 """The three that always stand side by side."""
@@ -35,21 +33,21 @@ class Bounds(NamedTuple):
     usual: float
     whole: bool = False
 
-    def read(self, name: str, text: str) -> float:
+    def read(self, name: str, text: str, *, each: bool = False) -> float:
         """The number in a text.
 
         Raises:
             InvalidValueError: it is none, or out of bounds.
         """
         kind = "a whole number" if self.whole else "a number"
-        expected = f"{name} must be {kind} from {self.least:g} to {self.largest:g}"
+        expected = f"must be {kind} from {self.least:g} to {self.largest:g}"
         if len(text) > 40:
-            raise InvalidValueError(f"{expected}, got {len(text)} characters")
+            raise InvalidValueError(name, f"{expected}, got {len(text)} characters", each=each)
         if not re.fullmatch(_WHOLE if self.whole else _NUMBER, text, re.ASCII):
-            raise InvalidValueError(f"{expected}, got {text!r}")
+            raise InvalidValueError(name, f"{expected}, got {text!r}", each=each)
         value = int(text) if self.whole else float(text)
         if not self.least <= value <= self.largest:
-            raise InvalidValueError(f"{expected}, got {text}")
+            raise InvalidValueError(name, f"{expected}, got {text}", each=each)
         return value
 
 
@@ -84,7 +82,7 @@ class Experiment:
     """One setting of the page; the query of its address holds all of it.
 
     Attributes:
-        source: where q and k come from: "random" draws, given "scores", or a "file".
+        source: where q and k come from: "random" draws or given "scores".
         d_k: length of queries and keys.
         n: keys per query.
         policy: a name in `POLICIES`, and its `parameter`; None is its usual one.
@@ -204,9 +202,6 @@ def _choose(name: str, text: str, choices: tuple[str, ...]) -> str:
 def _read_scores(text: str) -> tuple[float, ...]:
     parts = text.split(",") if len(text) <= 40 * MOST_SCORES else []
     if not 2 <= len(parts) <= MOST_SCORES:
-        raise InvalidValueError(
-            f"scores must be 2 to {MOST_SCORES} numbers separated by commas, got {len(text)} characters"
-            if not parts
-            else f"scores must be 2 to {MOST_SCORES} numbers separated by commas, got {len(parts)}"
-        )
-    return tuple(Bounds(-1000.0, 1000.0, 0.0).read("each of scores", part.strip()) for part in parts)
+        came = str(len(parts)) if parts else f"{len(text)} characters"
+        raise InvalidValueError("scores", f"must be 2 to {MOST_SCORES} numbers separated by commas, got {came}")
+    return tuple(Bounds(-1000.0, 1000.0, 0.0).read("scores", part.strip(), each=True) for part in parts)

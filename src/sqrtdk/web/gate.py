@@ -57,14 +57,16 @@ def require_token(host: str, token: str | None) -> None:
     if token is None:
         if not is_loopback(host):
             raise InvalidValueError(
-                f"token must be given for host {host}, which other machines can reach; "
-                "give one of 16 characters or more, or leave the host at 127.0.0.1"
+                "token",
+                f"must be given for host {host}, which other machines can reach; "
+                "give one of 16 characters or more, or leave the host at 127.0.0.1",
             )
         return
     if not _SHORTEST_TOKEN <= len(token) <= _LONGEST_TOKEN or not re.fullmatch(r"[A-Za-z0-9._~-]+", token):
         raise InvalidValueError(
-            f"token must be {_SHORTEST_TOKEN} to {_LONGEST_TOKEN} letters, digits, '.', '_', '~' or '-', "
-            f"got {len(token)} characters"
+            "token",
+            f"must be {_SHORTEST_TOKEN} to {_LONGEST_TOKEN} letters, digits, '.', '_', '~' or '-', "
+            f"got {len(token)} characters",
         )
 
 

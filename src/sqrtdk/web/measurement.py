@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from sqrtdk import scales, theory
 from sqrtdk.attention import attention, attention_gradients
-from sqrtdk.exercises.gaussian_rows import state_crossing
+from sqrtdk.exercises.gaussian_rows import many_key_law, rank_weights, state_crossing
 from sqrtdk.report.palette import policy_colour
 from sqrtdk.setting_names import name_policy
 from sqrtdk.statistics import AttentionStatistics
@@ -23,13 +23,8 @@ Array = npt.NDArray[Any]
 
 _BINS = 48
 _DENSITY_POINTS = 161
-_RANKS = 60
 _CURVE_POINTS = 61
 _SMALL = 2**24
-# The law for n → ∞ states its error from here on.
-_FEWEST_KEYS_OF_THE_LAW = 64
-# Of a file with many queries as many gradients are shown.
-_SHOWN_GRADIENTS = 256
 _MEANS = (
     "saturation_index",
     "entropy_ratio",
@@ -139,7 +134,7 @@ def _measure_column(asked: Experiment, given: Vectors, name: str, product: Array
         "predicted": {} if law is None else {"logit_std": law.std},
         "histogram": _histogram(logits, law),
         "weights": _weights(asked, weights, rows),
-        "gradients": gradients[:_SHOWN_GRADIENTS],
+        "gradients": gradients,
         "not_finite": int(len(gradients) - np.isfinite(rows.entropy).sum()),
     }
 
@@ -202,20 +197,14 @@ def _weights(asked: Experiment, weights: Array, rows: AttentionStatistics) -> di
     counted = weights[np.isfinite(rows.entropy)]
     if not len(counted):
         return {"rank": [], "weight": []}
-    n = weights.shape[1]
-    ranks = np.unique(np.geomspace(1, n, _RANKS).round().astype(int))
-    typical = np.median(-np.sort(-counted, axis=1), axis=0)
-    return {"rank": ranks, "weight": typical[ranks - 1]}
+    return rank_weights(counted)
 
 
 def _law_curve(n: int) -> dict[str, Any]:
-    """H/ln n over ρ by the law for n → ∞, None where it is only a guide."""
+    """H/ln n over ρ by the law for n → ∞, None where it states no error for it."""
     width = math.sqrt(2.0 * math.log(n))
     grid = np.linspace(0.0, 3.0, _CURVE_POINTS)
-    law = [theory.condensation(float(rho) * width, n) for rho in grid]
-    stated = [point.trusted and n >= _FEWEST_KEYS_OF_THE_LAW for point in law]
-    ratios = [point.entropy_ratio if known else None for point, known in zip(law, stated, strict=True)]
-    return {"rho": grid, "entropy_ratio": ratios}
+    return {"rho": grid, "entropy_ratio": [many_key_law(float(rho) * width, n).get("entropy_ratio") for rho in grid]}
 
 
 def expect(asked: Experiment) -> dict[str, Any]:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import sqlite3
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from sqrtdk.errors import InvalidValueError, SqrtdkError
-from sqrtdk.lab.store import CURVES, SILENT_SECONDS
-from sqrtdk.lab.store_file import identify, in_words, read_mapping, reading, require_ours, select, unseal
+from sqrtdk.lab.store import CURVES, Store
 from sqrtdk.report.palette import NEUTRAL, policy_colour
 from sqrtdk.setting_names import name_policy
 
 MOST_RUNS = 1000
 MOST_CURVES = 64
 _BUSY_SECONDS = 1.0
-_JSON = ("spec", "row", "curves", "versions")
 
 
 def list_runs(path: Path | None, version: str | None = None) -> dict[str, Any]:
@@ -44,22 +40,19 @@ def list_runs(path: Path | None, version: str | None = None) -> dict[str, Any]:
     if not path.exists() or path.stat().st_size == 0:
         return {"state": "waiting", "message": f"{path.name} is not there yet. The page looks again by itself."}
     try:
-        with reading(path, _BUSY_SECONDS) as connection, in_words(path):
-            application, store_version, tables = identify(connection)
-            if application == 0 and not tables:
+        with _open(path) as store:
+            if store.is_new:
                 return {"state": "waiting", "message": f"{path.name} is just being made."}
-            require_ours(application, store_version, path)
-            total, latest = connection.execute("SELECT COUNT(*), MAX(finished) FROM runs").fetchone()
-            running = _select(connection, "running", "WHERE seen > ? ORDER BY key", time.time() - SILENT_SECONDS)
-            current = f"{total}-{latest}-{max((row['seen'] for row in running), default=0)}"
+            total, running = len(store), store.running(MOST_RUNS)
+            current = f"{total}-{store.last_finished()}-{max((row['seen'] for row in running), default=0)}"
             if current == version:
                 return {"state": "ready", "version": current, "unchanged": True}
-            rows = _select(connection, "runs", "ORDER BY finished DESC, key")
+            rows = store.runs(MOST_RUNS)
     except (SqrtdkError, OSError) as error:
         return {"state": "unreadable", "message": f"{path.name} cannot be read: {error}"}
     runs = [
         {"key": row["key"], "status": row["status"], "finished": row["finished"], **_describe(row["row"])}
-        for row in rows[:MOST_RUNS]
+        for row in rows
     ]
     unfinished = [
         {"key": row["key"], "step": row["step"], "curves": _pick(row["curves"]), **_describe(row["spec"])}
@@ -76,16 +69,9 @@ def list_runs(path: Path | None, version: str | None = None) -> dict[str, Any]:
     }
 
 
-def _select(connection: sqlite3.Connection, table: str, condition: str, *values: Any) -> list[dict[str, Any]]:
-    """The sound rows of a table, with their JSON read."""
-    sound = []
-    for _, *stored in select(connection, table, f"{condition} LIMIT {MOST_RUNS}", *values):
-        try:
-            row = unseal(table, stored)
-            sound.append({name: read_mapping(text) if name in _JSON else text for name, text in row.items()})
-        except ValueError:
-            continue
-    return sound
+def _open(path: Path) -> Store:
+    # Damaged rows are counted on the page, which looks every two seconds.
+    return Store(path, read_only=True, busy_seconds=_BUSY_SECONDS, on_damage=lambda message: None)
 
 
 def _describe(row: dict[str, Any]) -> dict[str, Any]:
@@ -105,14 +91,14 @@ def read_curves(path: Path | None, keys: Sequence[str]) -> dict[str, dict[str, A
         InvalidValueError: there is no readable store, or too many are asked for.
     """
     if not 1 <= len(keys) <= MOST_CURVES:
-        raise InvalidValueError(f"keys must name 1 to {MOST_CURVES} runs, got {len(keys)}")
+        raise InvalidValueError("keys", f"must name 1 to {MOST_CURVES} runs, got {len(keys)}")
     if path is None or not path.exists():
-        raise InvalidValueError("store must be there to read curves from, got none")
+        raise InvalidValueError("store", "must be there to read curves from, got none")
     try:
-        with reading(path, _BUSY_SECONDS) as connection, in_words(path):
-            rows = _select(connection, "runs", f"WHERE key IN ({','.join('?' * len(keys))})", *keys)
+        with _open(path) as store:
+            rows = store.runs(MOST_CURVES, keys)
     except (SqrtdkError, OSError) as error:
-        raise InvalidValueError(f"store must be readable, got {path.name}: {error}") from None
+        raise InvalidValueError("store", f"must be readable, got {path.name}: {error}") from None
     return {row["key"]: _pick(row["curves"]) for row in rows}
 
 

@@ -84,19 +84,21 @@ def serve(
 
 def _bind(host: str, port: int) -> socket.socket:
     if not 0 <= port <= 65535:
-        raise InvalidValueError(f"port must be from 0 to 65535, got {port}")
+        raise InvalidValueError("port", f"must be from 0 to 65535, got {port}")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=_MOST_CONNECTIONS)
     except PermissionError:
-        raise InvalidValueError(f"port must be one that this user may open, got {port}; try 8000") from None
+        raise InvalidValueError("port", f"must be one that this user may open, got {port}; try 8000") from None
     except socket.gaierror as error:
-        raise InvalidValueError(f"host must be a name or address of this machine, got {host!r} ({error})") from None
+        raise InvalidValueError("host", f"must be a name or address of this machine, got {host!r} ({error})") from None
     except OSError as error:
-        in_use = error.errno == errno.EADDRINUSE
-        what = f"port must be free, got {port}, which another program uses; give another, or 0 for any"
-        unknown = f"host must be an address of this machine, got {host!r} ({error.strerror})"
-        raise InvalidValueError(what if in_use else unknown) from None
+        if error.errno == errno.EADDRINUSE:
+            says = f"must be free, got {port}, which another program uses; give another, or 0 for any"
+            raise InvalidValueError("port", says) from None
+        raise InvalidValueError(
+            "host", f"must be an address of this machine, got {host!r} ({error.strerror})"
+        ) from None
 
 
 def _write_host(host: str) -> str:
@@ -139,6 +141,8 @@ class _PunctualProtocol(H11Protocol):
             super().send_400_response(msg)
         except h11.LocalProtocolError:  # an answer is under way already: there is nothing left to say
             self.transport.abort()
+        if self.cycle is not None:  # its body is broken and answered: the application has nothing left to say
+            self.cycle.disconnected = True
 
     def on_response_complete(self) -> None:
         self._answered += 1

@@ -1,4 +1,4 @@
-"""The vectors of an experiment: drawn, made from given scores or taken from a file, and the Python that makes them."""
+"""The vectors of an experiment, drawn or made from given scores, and the Python that makes them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _DRAWS: dict[str, tuple[Draw, str]] = {
 
 
 def draw(asked: Experiment) -> Vectors:
-    """The vectors of an experiment that needs no file; `write_python` is the same as text.
+    """The vectors of an experiment; `write_python` is the same as text.
 
     >>> draw(Experiment(d_k=4, n=8)).k.shape
     (8, 4)
@@ -58,15 +58,10 @@ def draw(asked: Experiment) -> Vectors:
             q = q + asked.mean_q
         if asked.mean_k:
             k = k + asked.mean_k
-    return with_values(q, k, None, asked.dtype, rng)._replace(own=own)
-
-
-def with_values(q: Array, k: Array, v: Array | None, dtype: str, rng: np.random.Generator) -> Vectors:
-    """q and k with values and a gradient at the output of standard normal entries, all of one dtype."""
-    v = rng.standard_normal(k.shape) if v is None else v
-    grad_output = rng.standard_normal((len(q), v.shape[1]))
+    v = rng.standard_normal(k.shape)
+    arrays = (q, k, v, rng.standard_normal((len(q), v.shape[1])))
     with np.errstate(over="ignore"):  # what a dtype cannot hold becomes infinite; the page says how many do
-        return Vectors(*(np.asarray(array).astype(find_dtype(dtype), copy=False) for array in (q, k, v, grad_output)))
+        return Vectors(*(array.astype(find_dtype(asked.dtype), copy=False) for array in arrays))._replace(own=own)
 
 
 def find_dtype(name: str) -> np.dtype[Any]:
@@ -91,26 +86,15 @@ def write_python(asked: Experiment, scale: float | scales.Policy) -> str:
     >>> print(write_python(Experiment(d_k=4, n=8), 0.5).splitlines()[-1])
     gradients = sqrtdk.attention_gradients(q, k, v, grad_output, scale=0.5)
     """
-    lines = ["import numpy as np", "import sqrtdk", ""]
-    made = f"np.random.default_rng({asked.seed})"
-    if asked.source == "file":
+    lines = ["import numpy as np", "import sqrtdk", "", f"rng = np.random.default_rng({asked.seed})"]
+    if asked.source == "scores":
         lines += [
-            f"rng = {made}",
-            'arrays = np.load("your.npz")',
-            'q, k = arrays["q"], arrays["k"]',
-            'v = arrays["v"] if "v" in arrays else rng.standard_normal(k.shape)',
-        ]
-    elif asked.source == "scores":
-        lines += [
-            f"rng = {made}",
             f"q, k = np.zeros((1, {asked.d_k})), np.zeros(({asked.n}, {asked.d_k}))",
             f"q[:, 0], k[:, 0] = 1.0, {list(asked.scores)}",
-            "v = rng.standard_normal(k.shape)",
         ]
     else:
         entries = _DRAWS[asked.distribution][1]
         lines += [
-            f"rng = {made}",
             f"q = {entries.format(shape=(QUERIES, asked.d_k))}",
             f"k = {entries.format(shape=(asked.n, asked.d_k))}",
         ]
@@ -120,9 +104,8 @@ def write_python(asked: Experiment, scale: float | scales.Policy) -> str:
                 f"q = {asked.correlation!r} * k[own] + {math.sqrt(1.0 - asked.correlation**2)!r} * q",
             ]
         lines += [f"{name} = {name} + {mean!r}" for name, mean in (("q", asked.mean_q), ("k", asked.mean_k)) if mean]
-        lines += ["v = rng.standard_normal(k.shape)"]
-    lines += ["grad_output = rng.standard_normal((len(q), v.shape[1]))"]
-    if asked.dtype != "float64" or asked.source == "file":
+    lines += ["v = rng.standard_normal(k.shape)", "grad_output = rng.standard_normal((len(q), v.shape[1]))"]
+    if asked.dtype != "float64":
         dtype = "ml_dtypes.bfloat16" if asked.dtype == "bfloat16" else f"np.{asked.dtype}"
         lines[1:1] = ["import ml_dtypes"] if asked.dtype == "bfloat16" else []
         lines += [f"q, k, v, grad_output = (x.astype({dtype}) for x in (q, k, v, grad_output))"]

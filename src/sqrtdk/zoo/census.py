@@ -62,8 +62,9 @@ def take_census(
         if family not in known:
             similar = difflib.get_close_matches(family, known, n=5) or known[:5]
             raise InvalidValueError(
-                f"families must be of the {len(known)} that transformers knows, got {family!r}; similar ones: "
-                f"{', '.join(similar)}"
+                "families",
+                f"must be of the {len(known)} that transformers knows, got {family!r}; similar ones: "
+                f"{', '.join(similar)}",
             )
     wanted = list(dict.fromkeys(families)) if families else known
     answers = {family: answer for family in wanted if (answer := _read_answer(store, family)) is not None}

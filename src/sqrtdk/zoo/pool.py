@@ -1,19 +1,20 @@
-"""Guarded processes for families: one that hangs or dies loses itself and no other."""
+"""Measures families in guarded processes: one that hangs or dies loses itself and no other."""
 
 from __future__ import annotations
 
-import json
+import gc
 import os
-import subprocess
-import sys
-import threading
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from queue import Empty, SimpleQueue
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from sqrtdk.children import Child, ChildError, Serve, answer_questions
+
 Answer = dict[str, Any]
-WORKER = (sys.executable, "-m", "sqrtdk.zoo.worker")
+_MOST_BYTES = 6 << 30
 # No network, one thread each, nothing but errors on stderr.
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -23,61 +24,24 @@ _ENVIRONMENT = {
 }
 
 
-class _Process:
-    """One worker, started when it is needed and again after it was lost."""
+def serve(connection: Connection) -> None:
+    """Measure the families that are asked for, in a process of bounded memory."""
+    with suppress(ImportError):  # not on Windows
+        import resource
 
-    def __init__(self, command: Sequence[str]) -> None:
-        self._command = command
-        self._process: subprocess.Popen[str] | None = None
+        resource.setrlimit(resource.RLIMIT_DATA, (_MOST_BYTES, _MOST_BYTES))
+    os.environ.update(_ENVIRONMENT)
+    import torch
 
-    def ask(self, family: str, seconds: float) -> Answer:
-        """What the worker answers; where it does not, why."""
-        if self._process is None:
-            self._process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                env=os.environ | _ENVIRONMENT,
-            )
-        process = self._process
-        assert process.stdin is not None
-        assert process.stdout is not None
-        is_late = threading.Event()
+    from sqrtdk.zoo.measure import measure
 
-        def end_late() -> None:
-            is_late.set()
-            process.kill()
+    torch.set_num_threads(1)
 
-        clock = threading.Timer(seconds, end_late)
-        clock.start()
-        try:
-            process.stdin.write(family + "\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-        except (BrokenPipeError, ValueError):  # it has ended, or was stopped from another thread
-            line = ""
-        finally:
-            clock.cancel()
-        if line.endswith("\n"):
-            answer: Answer = json.loads(line)
-            return answer
-        self.stop()
-        code = process.wait()
-        reason = f"not finished within {seconds:.0f} s" if is_late.is_set() else f"its process ended with code {code}"
-        return {"family": family, "layers": None, "reasons": [reason]}
+    def measure_alone(family: str) -> Answer:
+        gc.collect()  # models hold on to themselves
+        return measure(family)
 
-    def stop(self) -> None:
-        """End the worker, if one runs."""
-        if self._process is not None:
-            process, self._process = self._process, None
-            process.kill()
-            process.wait()
-            for stream in (process.stdin, process.stdout):
-                if stream is not None:
-                    with suppress(BrokenPipeError):  # what it did not read any more
-                        stream.close()
+    answer_questions(connection, measure_alone)
 
 
 def measure_families(
@@ -85,38 +49,32 @@ def measure_families(
     workers: int,
     seconds: float,
     on_answer: Callable[[Answer], None],
-    command: Sequence[str] = WORKER,
+    serve: Serve = serve,
 ) -> None:
-    """Measure families in processes of `command`, each for so many seconds at most.
+    """Measure families in processes that run `serve`, each for so many seconds at most.
 
-    `on_answer` gets each answer, in the calling thread, in the order in which they come.
+    `on_answer` gets each answer in the order in which they come.
     """
-    waiting: SimpleQueue[str] = SimpleQueue()
-    answers: SimpleQueue[Answer] = SimpleQueue()
-    for family in families:
-        waiting.put(family)
-    processes = [_Process(command) for _ in range(min(workers, len(families)))]
-
-    def serve(process: _Process) -> None:
-        while True:
-            try:
-                family = waiting.get_nowait()
-            except Empty:
-                break
-            answers.put(process.ask(family, seconds))
-        process.stop()
-
-    threads = [threading.Thread(target=serve, args=(process,), daemon=True) for process in processes]
-    for thread in threads:
-        thread.start()
+    waiting = deque(families)
+    idle: list[Child] = []
+    busy: dict[Child, str] = {}
     try:
-        for _ in families:
-            on_answer(answers.get())
+        while waiting or busy:
+            while waiting and len(busy) < workers:
+                child = idle.pop() if idle else Child(serve, "sqrtdk-zoo", quiet=True)
+                busy[child] = waiting.popleft()
+                child.ask(busy[child], seconds)
+            left = min(child.deadline for child in busy) - time.monotonic()
+            ready = wait([child.connection for child in busy], max(left, 0.0))
+            for child in [one for one in busy if one.connection in ready or one.deadline <= time.monotonic()]:
+                family = busy.pop(child)
+                try:
+                    answer = child.answer()
+                    idle.append(child)
+                except ChildError as reason:
+                    child.stop()
+                    answer = {"family": family, "layers": None, "reasons": [str(reason)]}
+                on_answer(answer)
     finally:
-        while not waiting.empty():
-            try:
-                waiting.get_nowait()
-            except Empty:
-                break
-        for process in processes:
-            process.stop()
+        for child in [*busy, *idle]:
+            child.stop()

@@ -63,7 +63,7 @@ class KVCache:
                 "require a gradient"
             )
         if k.shape[-2] != v.shape[-2]:
-            raise InvalidValueError(f"v must have {k.shape[-2]} tokens like k, got {v.shape[-2]}")
+            raise InvalidValueError("v", f"must have {k.shape[-2]} tokens like k, got {v.shape[-2]}")
         keys, values = self._store("keys", self._keys, k), self._store("values", self._values, v)
         return Extension(keys, values, self.length + k.shape[-2])
 

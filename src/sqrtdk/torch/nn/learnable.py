@@ -272,10 +272,10 @@ def _working_dtype(*tensors: Tensor) -> torch.dtype:
 
 def _require_above(max_log_scale: float, start: float) -> float:
     if isinstance(max_log_scale, bool) or not isinstance(max_log_scale, int | float):
-        raise InvalidTypeError(f"max_log_scale must be a number or None, got {max_log_scale!r}")
+        raise InvalidTypeError("max_log_scale", f"must be a number or None, got {max_log_scale!r}")
     if not (math.isfinite(max_log_scale) and max_log_scale >= start):
         raise InvalidValueError(
-            f"max_log_scale must be finite and not below the start, {start:.4g}, got {max_log_scale!r}"
+            "max_log_scale", f"must be finite and not below the start, {start:.4g}, got {max_log_scale!r}"
         )
     return float(max_log_scale)
 
@@ -283,7 +283,7 @@ def _require_above(max_log_scale: float, start: float) -> float:
 def require_count(name: str, value: object) -> int:
     """The value if it is a whole number of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidTypeError(f"{name} must be an integer, got {type(value).__name__} {value!r}")
+        raise InvalidTypeError(name, f"must be an integer, got {type(value).__name__} {value!r}")
     if value < 1:
-        raise InvalidValueError(f"{name} must be at least 1, got {value}")
+        raise InvalidValueError(name, f"must be at least 1, got {value}")
     return value

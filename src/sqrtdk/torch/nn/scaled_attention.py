@@ -123,9 +123,9 @@ class ScaledAttention(nn.Module):
         True
         """
         if not isinstance(multihead, nn.MultiheadAttention):
-            raise InvalidTypeError(f"multihead must be an nn.MultiheadAttention, got {type(multihead).__name__}")
+            raise InvalidTypeError("multihead", f"must be an nn.MultiheadAttention, got {type(multihead).__name__}")
         if multihead.add_zero_attn:
-            raise InvalidValueError("multihead must be without add_zero_attn: there is no key of zeros here")
+            raise InvalidValueError("multihead", "must be without add_zero_attn: there is no key of zeros here")
         assert multihead.kdim is not None
         assert multihead.vdim is not None
         weight = multihead.out_proj.weight
@@ -233,10 +233,11 @@ class ScaledAttention(nn.Module):
     def _project(self, x: Tensor, context: Context | None) -> tuple[Tensor, Tensor, Tensor]:
         """q `[..., H, L, D]`, k `[..., G, S, D]`, v `[..., G, S, V]`."""
         if self.causal and context is not None:
-            raise InvalidValueError("context must be None with causal=True: its keys have no order with the queries")
+            raise InvalidValueError("context", "must be None with causal=True: its keys have no order with the queries")
         if context is None and self.d_context != (self.d_model, self.d_model):
             raise InvalidValueError(
-                f"context must be given: d_context {self.d_context} is not d_model ({self.d_model}), x cannot stand in"
+                "context",
+                f"must be given: d_context {self.d_context} is not d_model ({self.d_model}), x cannot stand in",
             )
         for_keys, for_values = context if isinstance(context, tuple) else (context, context)
         for_keys, for_values = (x if given is None else given for given in (for_keys, for_values))
@@ -261,13 +262,13 @@ class ScaledAttention(nn.Module):
     def _count_kv_heads(self, kv_heads: int | None) -> int:
         count = self.heads if kv_heads is None else require_count("kv_heads", kv_heads)
         if self.heads % count:
-            raise InvalidValueError(f"heads must be a multiple of kv_heads ({count}), got {self.heads}")
+            raise InvalidValueError("heads", f"must be a multiple of kv_heads ({count}), got {self.heads}")
         return count
 
     def _default_d_k(self) -> int:
         if self.d_model % self.heads:
             raise InvalidValueError(
-                f"d_model must be a multiple of heads ({self.heads}), got {self.d_model}; or give d_k"
+                "d_model", f"must be a multiple of heads ({self.heads}), got {self.d_model}; or give d_k"
             )
         return self.d_model // self.heads
 
@@ -290,7 +291,7 @@ def _make_scale(
             return make_learnable(scale, d_k, heads)
         known = {*names(), *LEARNABLE}
         if scale.partition(":")[0] not in known:
-            raise unknown_name("scaling policy", scale, list(known))
+            raise unknown_name("scaling policy", scale, list(known), "scale")
         return resolve(scale)
     if isinstance(scale, LearnableScale):
         if isinstance(scale, HeadScale):
@@ -298,10 +299,11 @@ def _make_scale(
         return scale
     if isinstance(scale, bool) or not isinstance(scale, int | float):
         raise InvalidTypeError(
-            f"scale must be a number, a policy, a LearnableScale, the name of one or None, got {type(scale).__name__}"
+            "scale",
+            f"must be a number, a policy, a LearnableScale, the name of one or None, got {type(scale).__name__}",
         )
     if not math.isfinite(scale):
-        raise InvalidValueError(f"scale must be finite, got {scale}")
+        raise InvalidValueError("scale", f"must be finite, got {scale}")
     return float(scale)
 
 
@@ -314,19 +316,21 @@ def _pair_widths(d_context: int | tuple[int, int]) -> tuple[int, int]:
 
 def _require_width(name: str, x: Tensor, width: int) -> None:
     if not isinstance(x, Tensor):
-        raise InvalidTypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        raise InvalidTypeError(name, f"must be a tensor, got {type(x).__name__}")
     if x.ndim < 2 or x.shape[-1] != width:
-        raise InvalidValueError(f"{name} must have shape [..., tokens, {width}], got {tuple(x.shape)}")
+        raise InvalidValueError(name, f"must have shape [..., tokens, {width}], got {tuple(x.shape)}")
 
 
 def _require_fit(x: Tensor, for_keys: Tensor, for_values: Tensor) -> None:
     for shape in (tuple(for_keys.shape), tuple(for_values.shape)):
         if shape[:-2] != tuple(x.shape[:-2]):
-            raise InvalidValueError(f"context must have the leading axes {tuple(x.shape[:-2])} of x, got shape {shape}")
+            raise InvalidValueError(
+                "context", f"must have the leading axes {tuple(x.shape[:-2])} of x, got shape {shape}"
+            )
     tokens = (for_keys.shape[-2], for_values.shape[-2])
     if tokens[0] != tokens[1]:
         raise InvalidValueError(
-            f"context must have as many tokens for the keys as for the values, got {tokens[0]} and {tokens[1]}"
+            "context", f"must have as many tokens for the keys as for the values, got {tokens[0]} and {tokens[1]}"
         )
 
 
@@ -336,10 +340,10 @@ def _hide_keys(mask: Tensor | None, key_mask: Tensor | None, keys: int) -> Tenso
         return mask
     if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool:
         came = key_mask.dtype if isinstance(key_mask, Tensor) else type(key_mask).__name__
-        raise InvalidTypeError(f"key_mask must be a boolean tensor (True: may be seen), got {came}")
+        raise InvalidTypeError("key_mask", f"must be a boolean tensor (True: may be seen), got {came}")
     if key_mask.shape[-1:] != (keys,):
         raise InvalidValueError(
-            f"key_mask must have shape [..., {keys}], one entry per key, got {tuple(key_mask.shape)}"
+            "key_mask", f"must have shape [..., {keys}], one entry per key, got {tuple(key_mask.shape)}"
         )
     visible = key_mask[..., None, None, :]
     if mask is None:

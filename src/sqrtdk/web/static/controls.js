@@ -32,7 +32,7 @@ export const SLIDERS = {
 };
 const PLAIN = ["policy", "parameter", "distribution", "dtype", "seed", "scores"];
 // What a source does not use.
-const UNUSED = { random: [], scores: ["n", "correlation", "mean_q", "mean_k"], file: ["d_k", "n", "correlation", "mean_q", "mean_k"] };
+const UNUSED = { random: [], scores: ["n", "correlation", "mean_q", "mean_k"] };
 const DISTRIBUTIONS = {
   normal: "normal", uniform: "uniform", laplace: "Laplace", student: "heavy-tailed (Student's t, 5)", signs: "signs ±1",
 };
@@ -103,7 +103,6 @@ function refresh() {
   }
   $("distribution").disabled = source !== "random";
   $("scores-field").hidden = source !== "scores";
-  $("file-field").hidden = source !== "file";
   const policy = options.policies.find((one) => one.name === $("policy").value);
   $("policy-hint").textContent = policy ? `${policy.about} ${policy.source}.` : "";
   const bounds = policy?.parameter;

@@ -14,7 +14,6 @@ let current = null;
 let timer = null;
 let answer = null;
 let expected = null;
-let file = null;
 
 function changed() {
   mark(null);
@@ -33,7 +32,6 @@ async function update() {
   current?.abort();
   current = new AbortController();
   const state = read();
-  const { source, ...rest } = state;
   document.body.setAttribute("aria-busy", "true");
   try {
     const fault = complain();
@@ -41,16 +39,7 @@ async function update() {
       tell(new Error(fault));
       return;
     }
-    let reply;
-    if (source === "file") {
-      if (!file) {
-        tell(new Error("Choose an .npz with arrays q and k."));
-        return;
-      }
-      reply = await ask("/api/explore", rest, { method: "POST", body: file, signal: current.signal });
-    } else {
-      reply = await ask("/api/explore", state, { signal: current.signal });
-    }
+    const reply = await ask("/api/explore", state, { signal: current.signal });
     if (mine !== sequence) return;
     answer = reply;
     if (expected && (expected.n !== answer.n || expected.d_k !== answer.d_k)) expected = null;
@@ -70,9 +59,8 @@ async function update() {
 /** The exact averages take a second for a new size: asked for when the settings rest. */
 async function expectation(mine, state) {
   if (mine !== sequence) return;
-  const asked = state.source === "file" ? { d_k: answer.d_k, n: answer.n, distribution: "signs" } : state;
   try {
-    const reply = await ask("/api/expected", asked, { signal: current.signal });
+    const reply = await ask("/api/expected", state, { signal: current.signal });
     if (mine !== sequence) return;
     expected = reply;
     render();
@@ -102,7 +90,6 @@ function render() {
 function notes() {
   const lost = Math.max(...names().map((name) => answer.columns[name].not_finite));
   const texts = [];
-  if (answer.given_not_finite) texts.push(`${answer.given_not_finite} numbers of the file are NaN or infinite.`);
   if (lost) texts.push(`${lost} of ${answer.queries} queries have logits that are not finite; they are left out of the means.`);
   return texts.map((text) => make("p", {}, text));
 }
@@ -301,10 +288,6 @@ async function start() {
     return button;
   });
   $("presets").append(...presets);
-  $("file").addEventListener("change", () => {
-    [file] = $("file").files;
-    changed();
-  });
   $("reset").addEventListener("click", () => {
     write({});
     changed();
