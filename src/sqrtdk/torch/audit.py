@@ -84,7 +84,9 @@ def audit(model: nn.Module, batch: Any) -> Audit:
                 f"{type(model).__name__} raised {type(error).__name__}: {reason}"
             ) from error
     if not seen.scales and not seen.unattributed:
-        raise InvalidValueError(f"model must compute attention, got {type(model).__name__}, which called none")
+        raise InvalidValueError(
+            f"model must compute attention, got {type(model).__name__}, in which none was recognised"
+        )
     return _judge(model, seen, _describe(batch))
 
 

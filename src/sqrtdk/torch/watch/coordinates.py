@@ -7,9 +7,11 @@ number. So an axis is a `Step`, and no scores have to be copied to know whose th
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -29,6 +31,21 @@ class Step(NamedTuple):
 
 
 STILL = Step(0, 0)
+
+
+class Spot(NamedTuple):
+    """Where in its memory a tensor lies."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    @staticmethod
+    def of(tensor: Tensor) -> Spot:
+        """Of a tensor; complex numbers count as two entries."""
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor)
+        return Spot(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
 
 @dataclass(frozen=True)
@@ -53,16 +70,57 @@ class Layout:
         """A tensor that is dense in memory, and its place."""
         return Layout(place, tensor.stride(), int(tensor.storage_offset()))
 
-    def locate(self, view: Tensor) -> Place:
+    def locate(self, view: Tensor | Spot) -> Place:
         """The place of a view of the same memory.
 
         Raises:
             UnevenError: an axis of the view does not step evenly.
         """
-        offset = int(view.storage_offset())
-        if (tuple(view.shape), view.stride(), offset) == (self.place.shape, self.strides, self.offset):
+        shape, strides, offset = view if isinstance(view, Spot) else Spot.of(view)
+        if (shape, strides, offset) == (self.place.shape, self.strides, self.offset):
             return self.place
-        axes = sorted(
+        axes = self._axes()
+        start, reached = self._first(offset - self.offset, axes)
+        steps = []
+        for size, stride in zip(shape, strides, strict=True):
+            if size == 1 or stride == 0:
+                steps.append(STILL)
+                continue
+            step, at, extent = _step_of(size, stride, axes)
+            if at is not None:
+                reached[at] += extent
+            steps.append(step)
+        if any(index >= axis[1] for index, axis in zip(reached, axes, strict=True)):
+            raise UnevenError  # it runs over the end of an axis into the next round of it
+        return Place(shape, tuple(steps), start)
+
+    def step(self, size: int, stride: int) -> Step:
+        """The step of one axis of a view.
+
+        Raises:
+            UnevenError: it does not step evenly.
+        """
+        return STILL if size == 1 or stride == 0 else _step_of(size, stride, self._axes())[0]
+
+    def divide(self, size: int, stride: int) -> list[tuple[int, Step]]:
+        """Size and step of one axis of a view, or of those that it consists of, outermost first.
+
+        An axis of batch and heads merged becomes two, which step through tokens and through columns.
+
+        Raises:
+            UnevenError: it does not consist of whole axes.
+        """
+        if size == 1 or stride == 0:
+            return [(size, STILL)]
+        axes = self._axes()
+        try:
+            return [(size, _step_of(size, stride, axes)[0])]
+        except UnevenError:
+            return _divide(size, stride, axes)
+
+    def _axes(self) -> list[tuple[int, int, Step]]:
+        """Stride, size and step of the axes in memory, the widest stride first."""
+        return sorted(
             (
                 (stride, size, step)
                 for stride, size, step in zip(self.strides, self.place.shape, self.place.steps, strict=True)
@@ -70,31 +128,35 @@ class Layout:
             ),
             key=lambda axis: -axis[0],
         )
-        steps = tuple(
-            STILL if size == 1 or stride == 0 else _step_of(size, stride, axes)
-            for size, stride in zip(view.shape, view.stride(), strict=True)
-        )
-        return Place(tuple(view.shape), steps, self._first(offset - self.offset, axes))
 
-    def _first(self, ahead: int, axes: list[tuple[int, int, Step]]) -> Step:
+    def _first(self, ahead: int, axes: list[tuple[int, int, Step]]) -> tuple[Step, list[int]]:
+        """The row and key of an entry so far ahead, and its index along each axis in memory."""
         row, key = self.place.start
+        indices = []
         for stride, size, step in axes:
             index = min(ahead // stride, size - 1) if ahead > 0 else 0
             ahead -= index * stride
             row, key = row + index * step.row, key + index * step.key
+            indices.append(index)
         if ahead:
             raise UnevenError
-        return Step(row, key)
+        return Step(row, key), indices
 
 
-def _step_of(size: int, stride: int, axes: list[tuple[int, int, Step]]) -> Step:
-    """The step of one axis of a view, which may be part of an axis in memory or several axes merged."""
+def _step_of(size: int, stride: int, axes: list[tuple[int, int, Step]]) -> tuple[Step, int | None, int]:
+    """The step of one axis of a view, which may be part of an axis in memory or several axes merged.
+
+    Of part of an axis also which one it is, and how far along it the view reaches.
+    """
     at = next((i for i, axis in enumerate(axes) if axis[0] <= stride), None)
     if at is None or stride % axes[at][0]:
         raise UnevenError
     inner, capacity, step = axes[at]
     factor = stride // inner
-    while (size - 1) * factor >= capacity:
+    extent = (size - 1) * factor
+    if extent < capacity:
+        return step.times(factor), at, extent
+    while extent >= capacity:
         at -= 1
         if at < 0:
             raise UnevenError
@@ -102,7 +164,21 @@ def _step_of(size: int, stride: int, axes: list[tuple[int, int, Step]]) -> Step:
         if outer != inner * capacity or outer_step != step.times(capacity):
             raise UnevenError
         capacity *= outer_size
-    return step.times(factor)
+    return step.times(factor), None, 0
+
+
+def _divide(size: int, stride: int, axes: list[tuple[int, int, Step]]) -> list[tuple[int, Step]]:
+    at = next((i for i, axis in enumerate(axes) if axis[0] <= stride), None)
+    if at is None or stride % axes[at][0] or axes[at][1] % (stride // axes[at][0]):
+        raise UnevenError
+    factor = stride // axes[at][0]
+    parts = [(axes[at][1] // factor, axes[at][2].times(factor))]
+    while (have := math.prod(count for count, _ in parts)) < size:
+        at -= 1
+        if at < 0 or axes[at][0] != stride * have or size % have:
+            raise UnevenError
+        parts.insert(0, (min(axes[at][1], size // have), axes[at][2]))
+    return parts
 
 
 def stride_along(step: Step, size: int, place: Place, strides: tuple[int, ...]) -> int:
