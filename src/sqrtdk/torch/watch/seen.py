@@ -164,11 +164,6 @@ class Seen(Shown):
         if not any(note.startswith(text) for note in self.notes):
             self.notes.append(f"{text} (first in {name_layer(path)})")
 
-    def remark(self, path: str, text: str) -> None:
-        """Say something about a layer, once for all layers that it is true of."""
-        if not any(note.startswith(text) for note in self.notes):
-            self.notes.append(f"{text} (first in {name_layer(path)})")
-
     def note_scale(self, layer: LayerKey, call: SeenCall) -> ScaleRecord:
         """Work out the scale of a layer; the first call that tells it holds."""
         known = self._scales.get(layer)
