@@ -188,8 +188,13 @@ def _derive(watcher: Recogniser, name: str, x: Tensor, scores: Scores, output: T
     """Note that entries were made from scores by something else than a softmax: with values they may be attention."""
     if scores.stage == "sum" or output.shape != x.shape or name in NORMS:
         return
+    if scores.stage == "exp":
+        reason = f"exponentials of its scores pass {name} and are not divided by their sum"
+    elif name in _CHANGES:
+        return  # a product that was added to something, as to a residual stream, and is none of scores
+    else:
+        reason = f"its scores pass {name} instead of a softmax"
     stack = common(scores.product.stack, watcher.locate())
-    reason = f"its scores pass {name} instead of a softmax"
     candidate = Candidate(stack, 0, 0, reason=reason, is_softmax=False)
     watcher.memory.note(output, candidates=(candidate,), trace=scores.trace.move(x, output))
 

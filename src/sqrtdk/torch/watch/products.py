@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _MIXED_AFTER = "heads are mixed after the softmax, and statistics are of the weights before that"
 _WITHOUT = "a product of queries and keys meets values without a softmax"
 _LINEAR = "queries meet a product of keys and values: linear attention, without a softmax of scores"
+_EITHER = "three projections are multiplied without a softmax, as in linear attention"
 _PAIRS = "its softmax is taken over pairs of queries and keys, one by one"
 
 
@@ -152,8 +153,11 @@ def _see_without(watcher: Recogniser, scores: Scores, one: Tensor, other: Tensor
         is_over_keys = scores.layout.step(one.shape[axis], one.stride(axis)).key > 0
     except UnevenError:
         return False
-    if product.is_of_projections and is_over_keys != product.is_over_tokens:
-        reason = _LINEAR if product.is_over_tokens else _WITHOUT
+    is_over_tokens = product.is_over_tokens
+    if is_over_tokens is None and any(one.kind == "add" for one in scores.done):
+        return False  # a residual stream
+    if product.is_of_projections and is_over_keys is not is_over_tokens:
+        reason = _EITHER if is_over_tokens is None else _LINEAR if is_over_tokens else _WITHOUT
         watcher.confirm(Candidate(common(product.stack, watcher.locate()), 0, 0, reason=reason))
         watcher.memory.release(product)
     return False

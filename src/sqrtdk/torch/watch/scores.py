@@ -51,17 +51,20 @@ class Product:
         return not self.is_query_learnt and all(one is not None and one.is_projection for one in lineages)
 
     @property
-    def is_over_tokens(self) -> bool:
-        """Whether both sides are multiplied along their tokens, as keys and values of linear attention are."""
-        for side in (self.q, self.k):
-            vectors = side.vectors
+    def is_over_tokens(self) -> bool | None:
+        """Whether both sides are multiplied along their tokens, as keys and values of linear attention are.
+
+        None if that cannot be told.
+        """
+        steps = []
+        for vectors, _, trace, _ in (self.q, self.k):
             try:
-                step = None if side.trace is None else side.trace.lay_out().step(vectors.shape[2], vectors.stride(2))
+                steps.append(None if trace is None else trace.lay_out().step(vectors.shape[2], vectors.stride(2)))
             except UnevenError:
-                return False
-            if step is None or not step.row or step.key:
-                return False
-        return True
+                steps.append(None)
+        if any(step is not None and step.key for step in steps):
+            return False
+        return None if None in steps else all(step.row for step in steps if step is not None)
 
 
 class Term(NamedTuple):
