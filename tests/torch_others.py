@@ -1,7 +1,7 @@
 """Small models of packages that were not written with sqrtdk in mind, and what a watch has to find in each.
 
-Run as a program with a folder of packages, it watches all of them and prints what it found as JSON. The folder is on the
-path of that process alone.
+Run as a program with a folder of packages, it watches all of them and prints what it found as JSON. The folder is on
+the path of that process alone.
 """
 
 import importlib
@@ -156,6 +156,8 @@ def _list_images() -> Iterator[tuple[str, Other]]:
         "vit-pytorch, hyper-connections",
         _alike(_vit("simple_vit_with_hyper_connections.SimpleViT", num_residual_streams=2), 2),
     )
+    # A convolution gives keys, or a norm after which half of the vectors are kept: numbers alone multiply them.
+    yield "vit-pytorch, RvT", _alike(_vit("rvt.RvT"), 2)
     yield "timm", _alike(_timm("vision_transformer.VisionTransformer", **_SIZES), 2)
     yield "timm, CaiT", _alike(_timm("cait.Cait", **_SIZES), 4, notes=(BEFORE, AFTER))
     swin = {"img_size": 64, "patch_size": 4, "embed_dim": 32, "depths": (2, 2), "num_heads": (4, 8), "window_size": 4}

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -269,6 +270,7 @@ def bind(function: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> dict[str
     return bound
 
 
+@lru_cache(maxsize=4096)
 def operator_name(function: Any) -> str:
     """`aten::mul` for torch.ops.aten.mul.Tensor; the name of a higher-order operator as it is."""
     schema = getattr(function, "_schema", None)

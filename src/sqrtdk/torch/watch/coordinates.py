@@ -8,6 +8,7 @@ number. So an axis is a `Step`, and no scores have to be copied to know whose th
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -28,6 +29,10 @@ class Step(NamedTuple):
     def times(self, factor: int) -> Step:
         """The step of every `factor`-th entry."""
         return Step(self.row * factor, self.key * factor)
+
+    def plus(self, other: Step) -> Step:
+        """One step and then another."""
+        return Step(self.row + other.row, self.key + other.key)
 
 
 STILL = Step(0, 0)
@@ -80,7 +85,7 @@ class Layout:
         if (shape, strides, offset) == (self.place.shape, self.strides, self.offset):
             return self.place
         axes = self._axes()
-        start, reached = self._first(offset - self.offset, axes)
+        start, reached = _walk(offset - self.offset, axes)
         steps = []
         for size, stride in zip(shape, strides, strict=True):
             if size == 1 or stride == 0:
@@ -92,7 +97,7 @@ class Layout:
             steps.append(step)
         if any(index >= axis[1] for index, axis in zip(reached, axes, strict=True)):
             raise UnevenError  # it runs over the end of an axis into the next round of it
-        return Place(shape, tuple(steps), start)
+        return Place(shape, tuple(steps), self.place.start.plus(start))
 
     def step(self, size: int, stride: int) -> Step:
         """The step of one axis of a view.
@@ -120,27 +125,24 @@ class Layout:
 
     def _axes(self) -> list[tuple[int, int, Step]]:
         """Stride, size and step of the axes in memory, the widest stride first."""
-        return sorted(
-            (
-                (stride, size, step)
-                for stride, size, step in zip(self.strides, self.place.shape, self.place.steps, strict=True)
-                if size > 1 and stride > 0
-            ),
-            key=lambda axis: -axis[0],
-        )
+        return _sort(zip(self.strides, self.place.shape, self.place.steps, strict=True))
 
-    def _first(self, ahead: int, axes: list[tuple[int, int, Step]]) -> tuple[Step, list[int]]:
-        """The row and key of an entry so far ahead, and its index along each axis in memory."""
-        row, key = self.place.start
-        indices = []
-        for stride, size, step in axes:
-            index = min(ahead // stride, size - 1) if ahead > 0 else 0
-            ahead -= index * stride
-            row, key = row + index * step.row, key + index * step.key
-            indices.append(index)
-        if ahead:
-            raise UnevenError
-        return Step(row, key), indices
+
+def _sort(axes: Iterable[tuple[int, int, Step]]) -> list[tuple[int, int, Step]]:
+    return sorted((axis for axis in axes if axis[1] > 1 and axis[0] > 0), key=lambda axis: -axis[0])
+
+
+def _walk(ahead: int, axes: list[tuple[int, int, Step]]) -> tuple[Step, list[int]]:
+    """The step to an entry so far ahead, and its index along each axis."""
+    reached, indices = STILL, []
+    for stride, size, step in axes:
+        index = min(ahead // stride, size - 1) if ahead > 0 else 0
+        ahead -= index * stride
+        reached = reached.plus(step.times(index))
+        indices.append(index)
+    if ahead:
+        raise UnevenError
+    return reached, indices
 
 
 def _step_of(size: int, stride: int, axes: list[tuple[int, int, Step]]) -> tuple[Step, int | None, int]:
@@ -190,26 +192,25 @@ def stride_along(step: Step, size: int, place: Place, strides: tuple[int, ...]) 
     if step == STILL or size == 1:
         return 0
     by_key = step.key != 0
-    wanted = step.key if by_key else step.row
-    axes = sorted(
-        (
-            (own.key if by_key else own.row, count, stride)
-            for own, count, stride in zip(place.steps, place.shape, strides, strict=True)
-            if count > 1 and (own.key if by_key else own.row) > 0 and (own.row if by_key else own.key) == 0
-        ),
-        key=lambda axis: -axis[0],
+    return _step_of(size, step.key if by_key else step.row, _axes_along(by_key, place, strides))[0].row
+
+
+def memory_ahead(distance: int, by_key: bool, place: Place, strides: tuple[int, ...]) -> int:
+    """How far ahead in memory a tensor at `place` holds what is so many keys, or rows, ahead.
+
+    Raises:
+        UnevenError: it holds nothing there.
+    """
+    return _walk(distance, _axes_along(by_key, place, strides))[0].row if distance else 0
+
+
+def _axes_along(by_key: bool, place: Place, strides: tuple[int, ...]) -> list[tuple[int, int, Step]]:
+    """The axes that step through keys alone, or through rows alone, with their strides as steps."""
+    return _sort(
+        ((own.key, size, Step(stride, 0)) if by_key else (own.row, size, Step(stride, 0)))
+        for own, size, stride in zip(place.steps, place.shape, strides, strict=True)
+        if (own.row if by_key else own.key) == 0
     )
-    at = next((i for i, axis in enumerate(axes) if axis[0] <= wanted), None)
-    if at is None or wanted % axes[at][0]:
-        raise UnevenError
-    inner, capacity, stride = axes[at]
-    factor = wanted // inner
-    while (size - 1) * factor >= capacity:
-        at -= 1
-        if at < 0 or axes[at][0] != inner * capacity or axes[at][2] != stride * capacity:
-            raise UnevenError
-        capacity *= axes[at][1]
-    return stride * factor
 
 
 def swap(place: Place, queries: int, keys: int) -> Place:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sqrtdk.torch.internals import storage_address, without_modes
+from sqrtdk.torch.internals import without_modes
 from sqrtdk.torch.watch.lineage import Lineage, join, merge
 from sqrtdk.torch.watch.vectors import Trace, join_traces
 
@@ -154,8 +154,7 @@ def move(known: list[Known], output: Tensor) -> Trace | None:
     """The trace of what was made entry by entry from tensors, by the first of them that has its shape."""
     for tensor, fact in known:
         if fact.trace is not None and not output.is_nested and tensor.shape == output.shape:
-            is_same = fact.weak.address == storage_address(output)
-            return fact.trace if is_same else fact.trace.move(tensor, output)
+            return fact.trace.move(tensor, output)
     return None
 
 

@@ -62,11 +62,6 @@ class Memory:
         fact = self.look_up(tensor)
         return None if fact is None else fact.lineage
 
-    def trace_of(self, tensor: Tensor) -> Trace | None:
-        """Where the vectors of a tensor lie among those of its projection, if that is known."""
-        fact = self.look_up(tensor)
-        return None if fact is None else fact.trace
-
     def write(
         self,
         tensor: Tensor,

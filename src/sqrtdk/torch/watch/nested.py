@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sqrtdk.torch.internals import without_modes
 from sqrtdk.torch.watch.calls import SeenCall, place_queries
-from sqrtdk.torch.watch.parts import Candidate, common
+from sqrtdk.torch.watch.parts import Candidate
 from sqrtdk.torch.watch.scores import Factors
 
 if TYPE_CHECKING:
@@ -21,9 +21,7 @@ def see_nested(watcher: Recogniser, name: str, args: Any, result: Tensor) -> boo
     first = watcher.memory.look_up(args[0]) if isinstance(args[0], Tensor) else None
     if name == "aten::matmul":
         if first is not None and first.candidates:
-            for candidate in first.candidates:
-                candidate.stack = common(candidate.stack, watcher.locate())
-                watcher.confirm(candidate)
+            watcher.confirm(*first.candidates)
             watcher.root(result, [])
         else:
             watcher.root(result, [], is_projection=False)

@@ -30,7 +30,7 @@ from sqrtdk.torch.watch.following import (
     resample,
 )
 from sqrtdk.torch.watch.lineage import Lineage
-from sqrtdk.torch.watch.parts import Candidate, common
+from sqrtdk.torch.watch.parts import Candidate
 from sqrtdk.torch.watch.products import see_factors, see_filter, see_product, see_sum, see_weighted
 from sqrtdk.torch.watch.scores import Done, Scores, Term
 
@@ -126,7 +126,7 @@ def _carry_on(
     if any(fact.lineage is not None for _, fact in known):
         follow(watcher, name, args, tensors, known, output)
         if name == "mul" and len(known) == 2:
-            see_factors(watcher, tensors[0], tensors[1], output)
+            see_factors(watcher, known, output)
     elif watcher.memory.look_up(output) is not None:
         watcher.memory.write(output)
     if scored and name == "logsumexp" and isinstance(lineage := scored[0][1].product.q.lineage, Lineage):
@@ -177,9 +177,6 @@ def _carry_candidates(
             candidate.needs_exponential = False
     if name == "mul" and see_weighted(watcher, candidates, tensors, output):
         return
-    if any(fact.lineage is not None and not fact.candidates for _, fact in known):
-        # What is no softmax and met other vectors, as in a residual stream, was no map of weights.
-        candidates = tuple(candidate for candidate in candidates if candidate.is_softmax)
     kept = candidates if output.ndim >= 2 else ()
     watcher.memory.write(output, candidates=kept, trace=move(known, output) if kept else None)
 
@@ -194,8 +191,7 @@ def _derive(watcher: Recogniser, name: str, x: Tensor, scores: Scores, output: T
         return  # a product that was added to something, as to a residual stream, and is none of scores
     else:
         reason = f"its scores pass {name} instead of a softmax"
-    stack = common(scores.product.stack, watcher.locate())
-    candidate = Candidate(stack, 0, 0, reason=reason, is_softmax=False)
+    candidate = Candidate(scores.product.stack, 0, 0, reason=reason, is_softmax=False)
     watcher.memory.note(output, candidates=(candidate,), trace=scores.trace.move(x, output))
 
 
@@ -261,7 +257,7 @@ def _change(
         place = scores.layout.locate(x if x.shape == output.shape else x.expand(output.shape))
     except UnevenError:
         return None
-    if name in COPIES:
+    if name in COPIES or name in LIMITS:
         return scores.then(output, place)
     if name == "exp":
         return scores.then(output, place, stage="exp") if scores.stage == "logits" else None
@@ -282,8 +278,6 @@ def _change(
         other = given["other"] if is_first else given["self"]
         hidden = Term(kept.logical_not() if is_first else kept, place)
         return scores.then(output, place, Done("fill", hidden, Term(other.expand(output.shape), place)))
-    if name in LIMITS:
-        return scores.then(output, place)
     return None
 
 

@@ -241,12 +241,6 @@ def _join_masks(calls: list[SeenCall], axis: int) -> Tensor | None:
     dtype = given[0].dtype
     if any(mask.dtype != dtype for mask in given):
         raise UnlikeError
-    if (
-        axis == 1
-        and len(given) == len(masks)
-        and all(mask.shape[1] == 1 and torch.equal(mask, given[0]) for mask in given)
-    ):
-        return given[0]
     shape = [max(mask.shape[at] for mask in given) for at in range(4)]
     full = []
     for call, mask in zip(calls, masks, strict=True):

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sqrtdk.torch.internals import storage_address, without_modes
+from sqrtdk.torch.internals import without_modes
 from sqrtdk.torch.watch.coordinates import Layout, Place, Step, UnevenError
-from sqrtdk.torch.watch.following import resample
+from sqrtdk.torch.watch.following import Known, resample
 from sqrtdk.torch.watch.memory import Fact
-from sqrtdk.torch.watch.parts import Candidate, common
+from sqrtdk.torch.watch.parts import Candidate
 from sqrtdk.torch.watch.scores import Done, Factors, Product, Scores, Term
 
 if TYPE_CHECKING:
@@ -104,9 +104,7 @@ def _see_values(watcher: Recogniser, fact: Fact, one: Tensor, other: Tensor, axi
         and not candidate.needs_exponential
         and (candidate.reason is not None or together or candidate.keys <= contracted <= candidate.width)
     ]
-    for candidate in met:
-        candidate.stack = common(candidate.stack, watcher.locate())
-        watcher.confirm(candidate)
+    watcher.confirm(*met)
     if not any(candidate.is_softmax for candidate in candidates) and not met:
         return False
     watcher.root(output, [])
@@ -132,14 +130,10 @@ def _see_mixing(watcher: Recogniser, scores: Scores, one: Tensor, axis: int, out
     if step.key or not step.row or step.row % queries:
         return False  # a product as features, and a projection of it
     trace = scores.trace.move(one, output) if output.shape == one.shape else None
-    try:
-        layout = None if trace is None else trace.lay_out()
-    except UnevenError:
-        layout = None
-    if layout is None:
+    if trace is None:
         watcher.root(output, [one], is_projection=False)
     else:
-        mixed = replace(scores, layout=layout, done=(*scores.done, Done("mix", None)))
+        mixed = replace(scores, layout=trace.lay_out(), done=(*scores.done, Done("mix", None)))
         watcher.memory.write(output, scores=mixed)
     return True
 
@@ -158,7 +152,7 @@ def _see_without(watcher: Recogniser, scores: Scores, one: Tensor, other: Tensor
         return False  # a residual stream
     if product.is_of_projections and is_over_keys is not is_over_tokens:
         reason = _EITHER if is_over_tokens is None else _LINEAR if is_over_tokens else _WITHOUT
-        watcher.confirm(Candidate(common(product.stack, watcher.locate()), 0, 0, reason=reason))
+        watcher.confirm(Candidate(product.stack, 0, 0, reason=reason))
         watcher.memory.release(product)
     return False
 
@@ -190,16 +184,17 @@ def see_filter(watcher: Recogniser, name: str, args: Any, output: Tensor) -> Non
         watcher.memory.note(output, trace=trace)
 
 
-def see_factors(watcher: Recogniser, a: Tensor, b: Tensor, output: Tensor) -> None:
+def see_factors(watcher: Recogniser, known: list[Known], output: Tensor) -> None:
     """Two tensors multiplied entry by entry: dot products of queries and keys begin like that."""
-    q, k = (watcher.side_of(x) for x in (a, b))
-    known = all(side.lineage is not None and side.lineage.is_projection for side in (q, k))
-    if not known or storage_address(a) == storage_address(b) or watcher.is_learnt(a) or watcher.is_learnt(b):
+    (a, one), (b, two) = known
+    if any(fact.lineage is None or not fact.lineage.is_projection or fact.is_learnt for fact in (one, two)):
+        return
+    if one is two:
         return
     if a.shape == b.shape:
         watcher.memory.note(output, is_pair=True)
         return
-    q, k = (side._replace(vectors=side.vectors.expand(output.shape)) for side in (q, k))
+    q, k = (side._replace(vectors=side.vectors.expand(output.shape)) for side in map(watcher.side_of, (a, b)))
     watcher.memory.note(output, factors=Factors(q, k, watcher.locate()))
 
 
@@ -234,9 +229,7 @@ def see_weighted(watcher: Recogniser, candidates: tuple[Candidate, ...], tensors
             continue
         sizes = zip(weights.shape, values.shape, output.shape, strict=False)
         if weights.ndim == values.ndim and any(own == 1 < size == whole for own, size, whole in sizes):
-            for candidate in met:
-                candidate.stack = common(candidate.stack, watcher.locate())
-                watcher.confirm(candidate)
+            watcher.confirm(*met)
             watcher.root(output, [])
             return True
     return False

@@ -160,12 +160,14 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
         """Say that something was not understood."""
         self.confirm(Candidate(self.locate(), 0, 0, reason=reason))
 
-    def confirm(self, candidate: Candidate) -> None:
-        """Take a candidate for attention, once."""
-        if not candidate.is_taken:
-            candidate.is_taken = True
-            self.taken += 1
-            self._open.add(candidate)
+    def confirm(self, *candidates: Candidate) -> None:
+        """Take candidates for attention, each once: all of it ran in the module that is around its last part too."""
+        for candidate in candidates:
+            candidate.stack = common(candidate.stack, self.locate())
+            if not candidate.is_taken:
+                candidate.is_taken = True
+                self.taken += 1
+                self._open.add(candidate)
 
     @property
     def path(self) -> str:
@@ -236,9 +238,6 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
             if is_fused and candidate is not None and candidate.call is not None:
                 folded = scores.product.q.folded * scores.product.k.folded
                 candidate.call = replace(candidate.call, folded=folded, how="math path")
-        elif fact is not None and any(one.needs_exponential for one in fact.candidates):
-            candidate = fact.candidates[0]
-            candidate.needs_exponential, candidate.is_softmax = False, True
         elif x.ndim >= 3 and (fact is None or fact.lineage is None or not fact.lineage.is_projection):
             reason = "the scores of its softmax could not be followed back to a product of queries and keys"
             candidate = Candidate(self.locate(), x.shape[axis], x.shape[axis], reason=reason, is_of_scores=False)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sqrtdk.torch.watch.axes import Axes, read_axes, spot_of_rows
 from sqrtdk.torch.watch.calls import MASKED_BELOW, NotUnderstoodError, SeenCall
-from sqrtdk.torch.watch.coordinates import STILL, Place, Spot, Step, UnevenError, stride_along, swap
+from sqrtdk.torch.watch.coordinates import STILL, Place, Spot, Step, UnevenError, memory_ahead, stride_along, swap
 from sqrtdk.torch.watch.scores import Done, Scores, Term
 from sqrtdk.torch.watch.vectors import find_span
 
@@ -151,9 +151,11 @@ def _show_term(term: Term, axes: Axes, start: Step) -> Tensor:
     strides = term.tensor.stride()
     named = [*axes.batch, *axes.heads, axes.rows, axes.keys]
     along = [stride_along(step, size, term.place, strides) for size, step in named]
-    ahead = 0
-    for part, by_key in ((start.row - term.place.start.row, False), (start.key - term.place.start.key, True)):
-        ahead += _memory_ahead(part, by_key, term)
+    first = term.place.start
+    ahead = sum(
+        memory_ahead(distance, by_key, term.place, strides)
+        for distance, by_key in ((start.row - first.row, False), (start.key - first.key, True))
+    )
     shown = term.tensor.as_strided(
         [size if stride else 1 for (size, _), stride in zip(named, along, strict=True)],
         [stride or 1 for stride in along],
@@ -166,27 +168,6 @@ def _show_term(term: Term, axes: Axes, start: Step) -> Tensor:
     merged = [list(own) if math.prod(own) == 1 else list(full) for own, full in zip(parts, sizes, strict=True)]
     shown = shown.expand(*merged[0], *merged[1], *shown.shape[-2:])
     return shown.reshape(math.prod(merged[0]), math.prod(merged[1]), *shown.shape[-2:])
-
-
-def _memory_ahead(distance: int, by_key: bool, term: Term) -> int:
-    if distance == 0:
-        return 0
-    axes = sorted(
-        (
-            (step.key if by_key else step.row, size, stride)
-            for step, size, stride in zip(term.place.steps, term.place.shape, term.tensor.stride(), strict=True)
-            if size > 1 and (step.key if by_key else step.row) > 0
-        ),
-        reverse=True,
-    )
-    ahead = 0
-    for step, size, stride in axes:
-        index = min(max(distance // step, 0), size - 1)
-        distance -= index * step
-        ahead += index * stride
-    if distance:
-        raise UnevenError
-    return ahead
 
 
 def _apply(call: SeenCall, done: list[Done], axes: Axes, start: Step) -> SeenCall:
