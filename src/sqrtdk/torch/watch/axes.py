@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -30,9 +29,7 @@ class Named(NamedTuple):
     is_head: bool = False
 
 
-def read_axes(
-    place: Place, axis: int, q: Side, heads: int | None, hints: Sequence[Sequence[int] | None]
-) -> tuple[Axes, list[int], list[int]]:
+def read_axes(place: Place, axis: int, q: Side, heads: int | None) -> tuple[Axes, list[int], list[int]]:
     """Which axes of scores are batch, heads and queries.
 
     Heads step through the columns of the projection, whatever else is there through its tokens. Where no trace tells,
@@ -43,7 +40,6 @@ def read_axes(
         axis: that of the keys.
         q: the queries.
         heads: how many heads the module says it has.
-        hints: sizes of batch and heads, where both are one axis.
 
     Returns:
         The axes, the shape of the scores with merged axes split, and the order of `[batch…, heads…, L, S]` in it.
@@ -54,7 +50,7 @@ def read_axes(
     traced = _read_traced(place, axis, q)
     if traced is not None and heads not in (None, 1) and _is_of_one_head(q):
         traced = None  # what was projected last were heads, one by one: the module knows how many
-    named, queries = _read_plain(place, axis, q, heads, hints) if traced is None else traced
+    named, queries = _read_plain(place, axis, q, heads) if traced is None else traced
     shape: list[int] = []
     rest: list[tuple[int, Named]] = []
     for at, parts in enumerate(named):
@@ -137,9 +133,7 @@ def _divide(size: int, step: Step, vectors: Tensor, layout: Layout) -> list[Name
     return parts if is_mixed else [Named(size, step, parts[0].is_head)]
 
 
-def _read_plain(
-    place: Place, axis: int, q: Side, heads: int | None, hints: Sequence[Sequence[int] | None]
-) -> tuple[list[list[Named]], int]:
+def _read_plain(place: Place, axis: int, q: Side, heads: int | None) -> tuple[list[list[Named]], int]:
     """The axes by their steps and by what the module says."""
     others = [at for at in range(len(place.shape)) if at != axis]
     # With one query each, it is batches that are one row apart.
@@ -150,28 +144,18 @@ def _read_plain(
     rest = [at for at in others if at != queries]
     sizes = [place.shape[at] for at in rest]
     if len(rest) == 1:
-        pairs = [*hints, None if heads is None or sizes[0] % heads else (sizes[0] // heads, heads)]
-        both = next((pair for pair in pairs if pair is not None and math.prod(pair) == sizes[0]), (sizes[0], 1))
-        named[rest[0]] = _split_named(named[rest[0]][0], both[1])
+        step, own = place.steps[rest[0]], 1 if heads is None or sizes[0] % heads else heads
+        named[rest[0]] = [Named(sizes[0] // own, step.times(own)), Named(own, step, True)]
         return named, queries
     own = rest[1:]
     if heads is not None and math.prod(sizes[1:]) != heads:
         # Blocks of a long sequence, windows of an image: they are no heads.
         equal = [at for at in (*rest[1:], rest[0]) if place.shape[at] == heads]
-        multiple = [at for at in rest if place.shape[at] % heads == 0]
         if equal:
             own = equal[:1]
-        elif multiple:
-            named[multiple[0]] = _split_named(named[multiple[0]][0], heads)
-            own = []
     for at in own:
         named[at] = [named[at][0]._replace(is_head=True)]
     return named, queries
-
-
-def _split_named(axis: Named, heads: int) -> list[Named]:
-    """An axis of batch and heads as two."""
-    return [Named(axis.size // heads, axis.step.times(heads)), Named(heads, axis.step, True)]
 
 
 def _pick_queries(moving: list[int], still: list[int], axis: int) -> int:

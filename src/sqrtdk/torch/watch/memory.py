@@ -29,8 +29,6 @@ class Fact:
     # Two tensors that were multiplied entry by entry: summed up, they are scores.
     factors: Factors | None = None
     is_pair: bool = False
-    # Batch and heads of a tensor [B·H, L, D] that was [B, H, L, D].
-    split: tuple[int, int] | None = None
     # What torch's own attention multiplied it by.
     folded: float = 1.0
     # Made from learnt tensors alone: a copy in another dtype, a dequantised weight.

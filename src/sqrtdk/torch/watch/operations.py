@@ -71,12 +71,6 @@ def _see_softmax(watcher: Recogniser, name: str, func: Any, args: Any, kwargs: A
         watcher.see_softmax(x, axis, result, name == "_safe_softmax")
 
 
-def _see_view(watcher: Recogniser, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-    x = args[0]
-    if x.ndim == 4 and result.ndim == 3 and result.shape[0] == x.shape[0] * x.shape[1]:
-        watcher.memory.note(result, split=(x.shape[0], x.shape[1]))
-
-
 def _see_elementwise(watcher: Recogniser, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:
     output = result[0] if isinstance(result, tuple | list) else result
     if not isinstance(output, Tensor):
@@ -403,6 +397,7 @@ VIEWS = frozenset(
     for name in (
         *("transpose", "permute", "t", "slice", "select", "unsqueeze", "squeeze", "expand", "split", "unbind"),
         *("split_with_sizes", "as_strided", "unfold", "view_as_real", "view_as_complex", "diagonal", "detach_"),
+        *("view", "_unsafe_view", "reshape"),
     )
 )
 """Operations that show the memory of their input."""
@@ -416,7 +411,6 @@ def _name_handlers() -> Iterator[tuple[str, Handler, str]]:
     for names, handler in (
         (_PRODUCTS, _see_product),
         (("_softmax", "_safe_softmax"), _see_softmax),
-        (("view", "_unsafe_view", "reshape"), _see_view),
         (_ELEMENTWISE, _see_elementwise),
         (("cat", "stack"), _see_cat),
         (("constant_pad_nd",), _see_pad),

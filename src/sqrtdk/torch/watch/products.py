@@ -48,12 +48,10 @@ def see_product(
     lineage = watcher.root(output, [a], projection, (-1, 0) if per_head else (-1,))
     if is_learnt or has_bias or a.ndim not in (2, 3) or not output.is_floating_point():
         return
-    own = watcher.memory.look_up(a)
     q, k = (a, b.transpose(-1, -2)) if a.ndim == 3 else (a[None], b.t()[None])
     product = Product(
         watcher.side_of(a)._replace(vectors=q),
         watcher.side_of(b)._replace(vectors=k),
-        None if own is None else own.split,
         watcher.is_learnt(a),
         watcher.locate(),
     )

@@ -63,8 +63,7 @@ def recover(scores: Scores, x: Tensor, axis: int, heads: int | None) -> tuple[Se
     if queries == 1 and all(size > 1 for at, size in enumerate(place.shape) if at != axis):
         # One query each, and no axis for it.
         place = replace(place, shape=(*place.shape, 1), steps=(*place.steps, STILL))
-    hints = [product.split, *(term.place.shape[:2] for term in _terms(done) if len(term.place.shape) == 4)]
-    axes, shape, order = read_axes(place, axis, q, heads, hints)
+    axes, shape, order = read_axes(place, axis, q, heads)
     count = axes.keys[0] - len(scores.sinks)
     axes = axes._replace(keys=(count, Step(0, 1)))
     start = Step(place.start.row, place.start.key + scores.front)

@@ -29,8 +29,6 @@ class Product:
 
     q: Side
     k: Side
-    # (B, H) where q had both before its batch axes were merged.
-    split: tuple[int, int] | None = None
     # Whether q is a parameter, as the query of a pooling is.
     is_query_learnt: bool = False
     # The modules in which it was computed.
