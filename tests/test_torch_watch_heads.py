@@ -116,7 +116,7 @@ def _key_blocks(model, x, queries=TOKENS, causal=False):
             if causal and at > first + queries - 1:
                 break
             scores = own @ k[:, :, at : at + 3].mT * RIGHT
-            if causal:
+            if causal and at + 2 > first:  # of earlier keys none is hidden
                 hidden = ~visible[first : first + queries, at : at + 3]
                 scores = scores.masked_fill(hidden, -1e9)
             new = torch.maximum(largest, scores.amax(-1, keepdim=True))
@@ -267,6 +267,27 @@ def test_mixed_heads_are_measured_as_the_softmax_sees_them(before, convolve):
         assert not seen.causes
         np.testing.assert_array_equal(summary["score_max"].mean, summary["max_logit"].mean)
     assert len(seen.rows[""]) == 4
+
+
+def test_heads_that_share_a_projection_are_what_the_module_says():
+    """A head is projected by itself, with the same weights for all: the projection has the columns of one."""
+
+    class Shared(ByHand):
+        def __init__(self):
+            super().__init__()
+            self.queries, self.keys = (torch.nn.Linear(DIMENSION, DIMENSION) for _ in range(2))
+
+        def forward(self, x):
+            heads = x.unflatten(-1, (HEADS, DIMENSION))
+            q, k = self.queries(heads), self.keys(heads)
+            weights = (torch.einsum("nqhd,nkhd->nhqk", q, k) * RIGHT).softmax(-1)
+            return torch.einsum("nhqk,nkhd->nqhd", weights, heads)
+
+    model = build(Shared)
+    with torch.no_grad(), watch(model) as seen:
+        model(make_input())
+    assert seen.layers[""].heads == HEADS
+    assert seen.scales[0].effective == pytest.approx(RIGHT)
 
 
 def test_heads_that_are_pooled_one_by_one_are_what_the_module_says():

@@ -130,6 +130,19 @@ def _over_edges(q, k, v):
     return torch.zeros_like(v).index_add_(0, target, messages).transpose(0, 1)[None]
 
 
+def _by_features(q, k, v):
+    """Random features of queries and keys (Performer)."""
+    matrix = torch.randn(q.shape[-1], 5, generator=torch.Generator().manual_seed(0))
+    q, k = (torch.exp(one @ matrix) + 1e-4 for one in (q, k))
+    return q @ (k.mT @ v)
+
+
+def _nested(q, k, v):
+    """A softmax by hand of sequences of several lengths."""
+    q, k, v = (torch.nested.as_nested_tensor([one[0, :, :5], one[0, :, 3:]]) for one in (q, k, v))
+    return (torch.matmul(torch.softmax(torch.matmul(q, k.transpose(-1, -2)), -1), v)).to_padded_tensor(0.0)
+
+
 OTHERS = {
     "sigmoid": (lambda q, k, v: (q @ k.mT * 0.5 - 2).sigmoid() @ v, "its scores pass sigmoid instead of a softmax"),
     "relu": (lambda q, k, v: (q @ k.mT).relu() / 7 @ v, "its scores pass relu instead of a softmax"),
@@ -138,10 +151,17 @@ OTHERS = {
         lambda q, k, v: q.relu() @ (k.relu().mT @ v),
         "queries meet a product of keys and values: linear attention, without a softmax of scores",
     ),
+    "linear, of joined tokens": (
+        lambda q, k, v: q @ (torch.cat([k, q], 2).relu().mT @ torch.cat([v, v], 2)),
+        "three projections are multiplied without a softmax, as in linear attention",
+    ),
+    "features": (_by_features, "exponentials of its scores pass add and are not divided by their sum"),
+    "nested": (_nested, "its scores are nested tensors, and the model computes their softmax in code of its own"),
     "edges": (_over_edges, "its softmax is taken over pairs of queries and keys, one by one"),
 }
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("name", OTHERS)
 def test_attention_without_a_softmax_of_rows_is_listed(name):
     weigh, reason = OTHERS[name]

@@ -144,8 +144,8 @@ def _read_plain(place: Place, axis: int, q: Side, heads: int | None) -> tuple[li
     rest = [at for at in others if at != queries]
     sizes = [place.shape[at] for at in rest]
     if len(rest) == 1:
-        step, own = place.steps[rest[0]], 1 if heads is None or sizes[0] % heads else heads
-        named[rest[0]] = [Named(sizes[0] // own, step.times(own)), Named(own, step, True)]
+        step, count = place.steps[rest[0]], 1 if heads is None or sizes[0] % heads else heads
+        named[rest[0]] = [Named(sizes[0] // count, step.times(count)), Named(count, step, True)]
         return named, queries
     own = rest[1:]
     if heads is not None and math.prod(sizes[1:]) != heads:

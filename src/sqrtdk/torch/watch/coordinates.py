@@ -1,4 +1,4 @@
-"""Where the entries of a view lie among the rows and keys of the product that they came from.
+"""Places of the entries of a view among the rows and keys of the product that they came from.
 
 A product q·kᵀ of N batches of L queries and S keys has N·L rows of S entries. Whatever a model does with it before its
 softmax (split heads, transpose, expand, slice), an axis of the result steps through rows or through keys by a constant

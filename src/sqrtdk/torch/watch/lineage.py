@@ -1,4 +1,4 @@
-"""From which projection a query or key came, and by what its vectors were multiplied since.
+"""Lineage of queries and keys: their projection, and what multiplied their vectors since.
 
 A projection's output is followed by its memory. Copies and multiplications by one number are exact. Through anything
 else (rotation, a scale per head) only the lengths of the vectors are kept: a rotation leaves them, a constant factor

@@ -1,4 +1,4 @@
-"""What is known about tensors, by the memory they lie in; nothing is kept alive by knowing about it."""
+"""Facts about tensors, by the memory they lie in; no tensor is kept alive by a fact."""
 
 from __future__ import annotations
 

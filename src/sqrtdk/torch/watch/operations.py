@@ -1,4 +1,4 @@
-"""What each of torch's operations means for scores, weights and projections that are being followed."""
+"""Meaning of each of torch's operations for the scores, weights and projections that are followed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from torch import Tensor
 
 from sqrtdk.torch.internals import bind, storage_address, without_modes
 from sqrtdk.torch.watch.calls import MASKED_BELOW
-from sqrtdk.torch.watch.coordinates import STILL, Layout, Place, UnevenError
+from sqrtdk.torch.watch.changes import CHANGES, change
+from sqrtdk.torch.watch.coordinates import STILL, Place, UnevenError
 from sqrtdk.torch.watch.following import (
     COLUMNWISE,
-    COPIES,
-    LIMITS,
     NORMS,
     POWERS,
     REDUCTIONS,
@@ -32,7 +31,7 @@ from sqrtdk.torch.watch.following import (
 from sqrtdk.torch.watch.lineage import Lineage
 from sqrtdk.torch.watch.parts import Candidate
 from sqrtdk.torch.watch.products import see_factors, see_filter, see_product, see_sum, see_weighted
-from sqrtdk.torch.watch.scores import Done, Scores, Term
+from sqrtdk.torch.watch.scores import Scores, Term
 
 if TYPE_CHECKING:
     from sqrtdk.torch.watch.recognise import Recogniser
@@ -145,7 +144,7 @@ def _carry_scores(
     projected = [id(tensor) for tensor, fact in known if fact.lineage or fact.scores or fact.candidates]
     # A copy holds what it was given, not what was there.
     for x, scores in scored if name != "copy" else [pair for pair in scored if pair[0] is given["src"]]:
-        after = _change(name, x, scores, given, output, projected)
+        after = change(name, x, scores, given, output, projected)
         if after is not None:
             watcher.memory.write(output, scores=after)
             return True
@@ -181,7 +180,7 @@ def _derive(watcher: Recogniser, name: str, x: Tensor, scores: Scores, output: T
         return
     if scores.stage == "exp":
         reason = f"exponentials of its scores pass {name} and are not divided by their sum"
-    elif name in _CHANGES:
+    elif name in CHANGES:
         return  # a product that was added to something, as to a residual stream, and is none of scores
     else:
         reason = f"its scores pass {name} instead of a softmax"
@@ -230,78 +229,6 @@ def see_unknown(watcher: Recogniser, name: str, args: Any, result: Any) -> None:
             watcher.memory.write(output, lineage=lost, trace=trace)
         if scored is not None and not candidates:
             _derive(watcher, plain, *scored, output)
-
-
-def _change(
-    name: str, x: Tensor, scores: Scores, given: dict[str, Any], output: Tensor, projected: list[int]
-) -> Scores | None:
-    """The scores after one operation; None if what comes out are no scores any more."""
-    if name in REDUCTIONS:
-        scores.product.has_logsumexp |= name == "logsumexp"
-        if name == "sum" and scores.stage == "exp":
-            return Scores(
-                scores.product, Layout.of(output, Place(tuple(output.shape), (STILL,) * output.ndim)), stage="sum"
-            )
-        return None
-    if scores.stage == "sum":
-        return scores.then(output, Place(tuple(output.shape), (STILL,) * output.ndim))
-    if name not in _CHANGES:
-        return None
-    try:
-        place = scores.layout.locate(x if x.shape == output.shape else x.expand(output.shape))
-    except UnevenError:
-        return None
-    if name in COPIES or name in LIMITS:
-        return scores.then(output, place)
-    if name == "exp":
-        return scores.then(output, place, stage="exp") if scores.stage == "logits" else None
-    if name == "tanh":
-        return scores.then(output, place, Done("tanh", None))
-    if name == "neg":
-        return scores.then(output, place, Done("multiply", -1.0))
-    if name in ("mul", "div", "add", "sub"):
-        return _change_by(name, x, scores, place, given, output, projected)
-    if name == "masked_fill":
-        hidden = Term(given["mask"].expand(output.shape), place)
-        value = given["value"]
-        value = float(value) if scores.stage == "logits" else (-torch.inf if float(value) == 0 else 0.0)
-        return scores.then(output, place, Done("fill", hidden, value))
-    if name == "where":
-        kept = given["condition"].expand(output.shape)
-        is_first = given["self"] is x
-        other = given["other"] if is_first else given["self"]
-        hidden = Term(kept.logical_not() if is_first else kept, place)
-        return scores.then(output, place, Done("fill", hidden, Term(other.expand(output.shape), place)))
-    return None
-
-
-def _change_by(
-    name: str, x: Tensor, scores: Scores, place: Place, given: dict[str, Any], output: Tensor, projected: list[int]
-) -> Scores | None:
-    """The scores after they met a number or a tensor."""
-    is_first = given["self"] is x
-    other = given["other"] if is_first else given["self"]
-    if isinstance(other, Tensor):
-        by: float | Term = Term(other.expand(output.shape), place, id(other) in projected)
-    else:
-        by = float(other)
-    if scores.stage == "exp":
-        if name in ("mul", "div") and not (isinstance(by, Term) and by.varies_along_keys()):
-            return scores.then(output, place)  # the same for all keys of a row: it cancels in the division
-        if name == "mul" and isinstance(by, Term):
-            hidden = Term((by.tensor == 0), place)
-            return scores.then(output, place, Done("fill", hidden, -torch.inf))
-        return None
-    if name in ("add", "sub"):
-        sign = float(given.get("alpha", 1.0)) * (-1.0 if name == "sub" else 1.0)
-        if not is_first and name == "sub":
-            return scores.then(output, place, Done("multiply", -float(given.get("alpha", 1.0))), Done("add", by))
-        return scores.then(output, place, Done("add", by, sign))
-    if name == "div" and not is_first:
-        return None
-    if name == "div" and given.get("rounding_mode") is not None:
-        return None
-    return scores.then(output, place, Done("multiply" if name == "mul" else "divide", by))
 
 
 def _judge_division(
@@ -401,8 +328,7 @@ VIEWS = frozenset(
     )
 )
 """Operations that show the memory of their input."""
-_CHANGES = COPIES | LIMITS | {"mul", "div", "add", "sub", "exp", "tanh", "neg", "where", "masked_fill"}
-_ELEMENTWISE = _CHANGES | COLUMNWISE | NORMS | REDUCTIONS | POWERS | WRITES | SELECTIONS
+_ELEMENTWISE = CHANGES | COLUMNWISE | NORMS | REDUCTIONS | POWERS | WRITES | SELECTIONS
 
 Handler = Callable[["Recogniser", str, Any, Any, Any, Any], None]
 
