@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
-
-from torch import Tensor
 
 from sqrtdk.torch.watch.calls import NotUnderstoodError
 from sqrtdk.torch.watch.coordinates import STILL, Layout, Place, Spot, Step, UnevenError
-from sqrtdk.torch.watch.scores import Side
+from sqrtdk.torch.watch.vectors import Way
 
 
 class Axes(NamedTuple):
@@ -29,7 +28,10 @@ class Named(NamedTuple):
     is_head: bool = False
 
 
-def read_axes(place: Place, axis: int, q: Side, heads: int | None) -> tuple[Axes, list[int], list[int]]:
+@lru_cache(maxsize=4096)
+def read_axes(
+    place: Place, axis: int, vectors: Spot, way: Way | None, columns: int | None, heads: int | None
+) -> tuple[Axes, list[int], list[int]]:
     """Which axes of scores are batch, heads and queries.
 
     Heads step through the columns of the projection, whatever else is there through its tokens. Where no trace tells,
@@ -38,7 +40,9 @@ def read_axes(place: Place, axis: int, q: Side, heads: int | None) -> tuple[Axes
     Args:
         place: of the scores.
         axis: that of the keys.
-        q: the queries.
+        vectors: where the queries `[N, L, D]` lie.
+        way: how they came there from their projection, None if that is not known.
+        columns: those of the projection.
         heads: how many heads the module says it has.
 
     Returns:
@@ -47,10 +51,10 @@ def read_axes(place: Place, axis: int, q: Side, heads: int | None) -> tuple[Axes
     Raises:
         NotUnderstoodError, UnevenError: there is no axis of queries, or it does not step evenly.
     """
-    traced = _read_traced(place, axis, q)
-    if traced is not None and heads not in (None, 1) and _is_of_one_head(q):
-        traced = None  # what was projected last were heads, one by one: the module knows how many
-    named, queries = _read_plain(place, axis, q, heads) if traced is None else traced
+    # Where the projection has the columns of one head, heads were projected one by one: the module knows how many.
+    is_of_one_head = columns == vectors.shape[2] and heads not in (None, 1)
+    traced = None if way is None or is_of_one_head else _read_traced(place, axis, vectors, way)
+    named, queries = _read_plain(place, axis, vectors, heads) if traced is None else traced
     shape: list[int] = []
     rest: list[tuple[int, Named]] = []
     for at, parts in enumerate(named):
@@ -66,7 +70,7 @@ def read_axes(place: Place, axis: int, q: Side, heads: int | None) -> tuple[Axes
     return Axes(sized[0], sized[1], (rows.size, rows.step), (keys.size, STILL)), shape, order
 
 
-def spot_of_rows(vectors: Tensor, axes: list[tuple[int, Step]], start: int) -> Spot:
+def spot_of_rows(vectors: Spot, axes: list[tuple[int, Step]], start: int) -> Spot:
     """Where in memory the rows of scores have their queries `[..., L, D]`, of vectors `[N, L, D]`.
 
     Raises:
@@ -76,34 +80,32 @@ def spot_of_rows(vectors: Tensor, axes: list[tuple[int, Step]], start: int) -> S
     sizes, strides = [], []
     for size, step in axes:
         if step.row % per_batch == 0:
-            stride = step.row // per_batch * vectors.stride(0)
+            stride = step.row // per_batch * vectors.strides[0]
         elif (size - 1) * step.row < per_batch:
-            stride = step.row * vectors.stride(1)
+            stride = step.row * vectors.strides[1]
         else:
             raise UnevenError
         sizes.append(size)
         strides.append(stride)
     batch, row = divmod(start, per_batch)
-    offset = int(vectors.storage_offset()) + batch * vectors.stride(0) + row * vectors.stride(1)
-    return Spot((*sizes, vectors.shape[2]), (*strides, vectors.stride(2)), offset)
+    offset = vectors.offset + batch * vectors.strides[0] + row * vectors.strides[1]
+    return Spot((*sizes, vectors.shape[2]), (*strides, vectors.strides[2]), offset)
 
 
-def _read_traced(place: Place, axis: int, q: Side) -> tuple[list[list[Named]], int] | None:
-    """The axes by the trace of the queries; None if it does not tell of all of them."""
-    if q.trace is None:
-        return None
-    queries, width = q.vectors.shape[1:]
+def _read_traced(place: Place, axis: int, vectors: Spot, way: Way) -> tuple[list[list[Named]], int] | None:
+    """The axes by the way of the queries; None if it does not tell of all of them."""
+    queries, width = vectors.shape[1:]
     named: list[list[Named]] = []
     within: list[int] = []
     try:
-        layout = q.trace.lay_out()
-        if layout.step(width, q.vectors.stride(2)).row:
+        layout = way.lay_out()
+        if layout.step(width, vectors.strides[2]).row:
             return None  # the product is over tokens
         for at, (size, step) in enumerate(zip(place.shape, place.steps, strict=True)):
             if at == axis or size == 1 or not step.row:
                 named.append([Named(size, step)])
                 continue
-            parts = _divide(size, step, q.vectors, layout)
+            parts = _divide(size, step, vectors, layout)
             named.append(parts)
             if len(parts) == 1 and not parts[0].is_head and (size - 1) * step.row < queries:
                 within.append(at)
@@ -115,13 +117,7 @@ def _read_traced(place: Place, axis: int, q: Side) -> tuple[list[list[Named]], i
     return named, _pick_queries(within if queries > 1 else [], still, axis)
 
 
-def _is_of_one_head(q: Side) -> bool:
-    """Whether the projection has no more columns than a head."""
-    origin = None if q.trace is None else q.trace.origin
-    return origin is not None and origin.columns == q.vectors.shape[2]
-
-
-def _divide(size: int, step: Step, vectors: Tensor, layout: Layout) -> list[Named]:
+def _divide(size: int, step: Step, vectors: Spot, layout: Layout) -> list[Named]:
     """An axis of the scores, or those that it consists of in the projection."""
     stride = spot_of_rows(vectors, [(size, step)], 0).strides[0]
     parts: list[Named] = []
@@ -133,13 +129,13 @@ def _divide(size: int, step: Step, vectors: Tensor, layout: Layout) -> list[Name
     return parts if is_mixed else [Named(size, step, parts[0].is_head)]
 
 
-def _read_plain(place: Place, axis: int, q: Side, heads: int | None) -> tuple[list[list[Named]], int]:
+def _read_plain(place: Place, axis: int, vectors: Spot, heads: int | None) -> tuple[list[list[Named]], int]:
     """The axes by their steps and by what the module says."""
     others = [at for at in range(len(place.shape)) if at != axis]
     # With one query each, it is batches that are one row apart.
     by_one = [at for at in others if place.steps[at].row == 1 and place.shape[at] > 1]
     still = [at for at in others if place.shape[at] == 1]
-    queries = _pick_queries(by_one if q.vectors.shape[1] > 1 else [], still, axis)
+    queries = _pick_queries(by_one if vectors.shape[1] > 1 else [], still, axis)
     named = [[Named(size, step)] for size, step in zip(place.shape, place.steps, strict=True)]
     rest = [at for at in others if at != queries]
     sizes = [place.shape[at] for at in rest]

@@ -61,7 +61,7 @@ def follow(
         elif lineage.is_exact and name == "add" and len(tensors) > 1 and _is_bias(watcher, tensors[1], output):
             after = watcher.add_bias(lineage, tensors[1])
         elif name in NORMS and output.shape == x.shape:
-            after = lineage.norm(watcher.frame)
+            after = watcher.normalise(lineage)
         elif name in NORMS or name in REDUCTIONS or name in POWERS:
             # The length of a vector is one number; divided by it, the vector will be found to be normalised.
             after = lineage.lost(name, reduced=name not in POWERS)
@@ -92,7 +92,7 @@ def _merge(watcher: Recogniser, name: str, tensors: list[Tensor], vectors: list[
     known = [(tensor, fact.lineage) for tensor, fact in vectors if fact.lineage is not None]
     first = next((lineage for _, lineage in known if not lineage.reduced), known[0][1])
     if _is_own_norm(known, name):
-        return first.norm(watcher.frame)
+        return watcher.normalise(first)
     met = {id(tensor) for tensor, _ in known}
     unknown = [tensor for tensor in tensors if id(tensor) not in met]
     # The length of a sum of vectors from several projections is that of none of them.

@@ -39,7 +39,7 @@ class Piece(NamedTuple):
         return start <= first and last <= end and size < whole
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Lineage:
     """What is known of a tensor: `name` of the projection, its input, the factor since, or pieces of it.
 

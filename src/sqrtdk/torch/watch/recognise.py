@@ -20,6 +20,7 @@ from sqrtdk.torch.watch.following import move
 from sqrtdk.torch.watch.fused import FUSED, OWN, arrange, read_statistics, with_statistics
 from sqrtdk.torch.watch.lineage import Lineage
 from sqrtdk.torch.watch.memory import Memory
+from sqrtdk.torch.watch.modules import find_tensors
 from sqrtdk.torch.watch.nested import see_nested
 from sqrtdk.torch.watch.operations import HANDLERS, VIEWS, see_unknown
 from sqrtdk.torch.watch.parts import Candidate, OpenCalls, Stack, common
@@ -63,6 +64,8 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
         self.is_measuring = True
         self.locate = locate
         self._open = OpenCalls(take, self._measure)
+        # Numbers of the calls of modules in which a norm was seen.
+        self._normalising: set[int] = set()
         self._is_parameter = is_parameter
         self._sample_rows = sample_rows
 
@@ -277,11 +280,12 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
             self.memory.release(scores.product)
         return candidate
 
-    @property
-    def frame(self) -> int:
-        """The number of the call of the module that runs."""
+    def normalise(self, lineage: Lineage) -> Lineage:
+        """The lineage of vectors after a norm in the module that runs."""
         stack = self.locate()
-        return stack[-1][0] if stack else 0
+        number = stack[-1][0] if stack else 0
+        self._normalising.add(number)
+        return lineage.norm(number)
 
     def side_of(self, tensor: Tensor) -> Side:
         """Queries or keys with what is known of them; a parameter (the query of a pooling) is its own projection."""
@@ -311,20 +315,23 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
 
     # Ends
 
-    def end_module(self, number: int, path: str, outputs: list[Tensor], is_projection: bool) -> None:
+    def end_module(self, number: int, path: str, output: Any, is_projection: bool) -> None:
         """A module's call has ended: its attention is complete, and its gain is part of its norm.
 
         Args:
             number, path: of the call.
-            outputs: what it returned.
+            output: what it returned.
             is_projection: whether it had products and no attention: what it put together is its projection then.
         """
         try:
             self._open.close(number)
         except _UNEXPECTED as error:
             self._refuse_fault("attention in parts could not be put together", error)
-        for output in outputs:
-            fact = self.memory.look_up(output)
+        if not is_projection and number not in self._normalising:
+            return
+        self._normalising.discard(number)
+        for tensor in find_tensors(output):
+            fact = self.memory.look_up(tensor)
             lineage = None if fact is None else fact.lineage
             if fact is None or lineage is None or (lineage.is_exact and not lineage.gains):
                 continue
@@ -339,6 +346,7 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
     def end_call(self) -> None:
         """A call of the model has ended: nothing of it is followed any further."""
         self._open.clear()
+        self._normalising.clear()
         self.memory.end_call()
 
 

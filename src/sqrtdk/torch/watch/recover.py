@@ -63,13 +63,15 @@ def recover(scores: Scores, x: Tensor, axis: int, heads: int | None) -> tuple[Se
     if queries == 1 and all(size > 1 for at, size in enumerate(place.shape) if at != axis):
         # One query each, and no axis for it.
         place = replace(place, shape=(*place.shape, 1), steps=(*place.steps, STILL))
-    axes, shape, order = read_axes(place, axis, q, heads)
+    lying, trace = Spot.of(q.vectors), q.trace
+    way, origin = (None, None) if trace is None else (trace.way, trace.origin)
+    axes, shape, order = read_axes(place, axis, lying, way, None if origin is None else origin.columns, heads)
     count = axes.keys[0] - len(scores.sinks)
     axes = axes._replace(keys=(count, Step(0, 1)))
     start = Step(place.start.row, place.start.key + scores.front)
     leading = [*axes.batch, *axes.heads]
     lead = (math.prod(size for size, _ in axes.batch), math.prod(size for size, _ in axes.heads))
-    q_spot = spot_of_rows(q.vectors, [*leading, axes.rows], start.row)
+    q_spot = spot_of_rows(lying, [*leading, axes.rows], start.row)
     steps = [(size, _batch_step(size, step, queries)) for size, step in leading]
     k_spot = _spot_of_keys(k.vectors, steps, start.row // queries, start.key, count)
     q_seen, k_seen = (side.vectors.as_strided(*spot) for side, spot in ((q, q_spot), (k, k_spot)))

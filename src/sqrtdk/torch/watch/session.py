@@ -26,7 +26,6 @@ from sqrtdk.torch.watch.modules import (
     CallCounter,
     Frame,
     find_learnt,
-    find_tensors,
     is_compiled,
     name_modules,
     read_heads,
@@ -210,7 +209,7 @@ class Watch(AbstractContextManager[Seen]):
         if thread.is_on and not has_failed and recogniser is not None and len(thread.frames) == running + 1:
             frame = thread.frames[-1]
             is_projection = recogniser.products > frame.products and recogniser.taken == frame.taken
-            recogniser.end_module(frame.number, frame.path, find_tensors(output), is_projection)
+            recogniser.end_module(frame.number, frame.path, output, is_projection)
         del thread.frames[running:]
         thread.stack = None
         if not thread.frames:
