@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sqrtdk.torch.internals import map_places, without_modes
+from sqrtdk.torch.internals import map_places
 from sqrtdk.torch.watch.calls import SeenCall
 
+FLEXIBLE = "flex_attention"
 # Scores are written out, as the eager operation does; of a longer call they are not.
 _MOST_ENTRIES = 1 << 26
 _TOLERANCE = 1e-4
@@ -32,30 +33,29 @@ def read_flexible(
     sizes = (batch, heads, queries, key.shape[2])
     if batch * heads * queries * key.shape[2] > _MOST_ENTRIES:
         return "flex_attention of this length is not followed"
-    with without_modes(), torch.no_grad():
-        key = key.expand(batch, -1, -1, -1)
-        keys = key.repeat_interleave(heads // key.shape[1], dim=1)
-        scores = query.float() @ keys.float().transpose(-1, -2) * scale
-        visible = map_places(block_mask[-1], sizes, query.device, None, mask_mod_other_buffers)
+    key = key.expand(batch, -1, -1, -1)
+    keys = key.repeat_interleave(heads // key.shape[1], dim=1)
+    scores = query.float() @ keys.float().transpose(-1, -2) * scale
+    visible = map_places(block_mask[-1], sizes, query.device, None, mask_mod_other_buffers)
 
-        def change(x: Tensor) -> Tensor:
-            return map_places(score_mod, sizes, query.device, x, score_mod_other_buffers)
+    def change(x: Tensor) -> Tensor:
+        return map_places(score_mod, sizes, query.device, x, score_mod_other_buffers)
 
-        bias = change(torch.zeros_like(scores))
-        visible = visible & (bias != -torch.inf)
-        bias = bias.masked_fill(~visible, 0.0)
+    bias = change(torch.zeros_like(scores))
+    visible = visible & (bias != -torch.inf)
+    bias = bias.masked_fill(~visible, 0.0)
 
-        def rise(x: Tensor) -> Tensor:
-            """By how much a score raises what the function gives."""
-            return (change(x) - bias).masked_fill(~visible, 0.0)
+    def rise(x: Tensor) -> Tensor:
+        """By how much a score raises what the function gives."""
+        return (change(x) - bias).masked_fill(~visible, 0.0)
 
-        factor, softcap = _read_rise(rise, scores, visible)
-        if factor is None:
-            return "the score function of flex_attention is more than a factor, a soft cap and a bias"
-        mask: Tensor | None = None if bool(visible.all()) else visible
-        if bool(bias.any()):
-            mask = bias.masked_fill(~visible, -torch.inf)
-        return [SeenCall(query, key, scale * factor, mask=mask, softcap=softcap)]
+    factor, softcap = _read_rise(rise, scores, visible)
+    if factor is None:
+        return "the score function of flex_attention is more than a factor, a soft cap and a bias"
+    mask: Tensor | None = None if bool(visible.all()) else visible
+    if bool(bias.any()):
+        mask = bias.masked_fill(~visible, -torch.inf)
+    return [SeenCall(query, key, scale * factor, mask=mask, softcap=softcap)]
 
 
 def _read_rise(rise: Callable[[Tensor], Tensor], scores: Tensor, visible: Tensor) -> tuple[float | None, float | None]:

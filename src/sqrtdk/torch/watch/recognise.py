@@ -15,7 +15,7 @@ from sqrtdk.statistics import AttentionStatistics
 from sqrtdk.torch.internals import DispatchMode, bind, is_in_backward, operator_name, storage_address, without_modes
 from sqrtdk.torch.watch.calls import NotUnderstoodError, SeenCall, compare, measure, place_queries
 from sqrtdk.torch.watch.coordinates import Spot, UnevenError
-from sqrtdk.torch.watch.flexible import read_flexible
+from sqrtdk.torch.watch.flexible import FLEXIBLE, read_flexible
 from sqrtdk.torch.watch.following import move
 from sqrtdk.torch.watch.fused import FUSED, OWN, arrange, read_statistics, with_statistics
 from sqrtdk.torch.watch.lineage import Lineage
@@ -104,11 +104,8 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
             handler, plain = see
             handler(self, plain, func, args, kwargs, result)
             self._see_learnt(args, result)
-        elif name in FUSED:
+        elif name in FUSED or name == FLEXIBLE:
             self._see_fused(name, func, args, kwargs, result)
-        elif name == "flex_attention":
-            self._see_calls(read_flexible(*args, **kwargs))
-            self.root(result[0], [])
         elif looks_like_attention(name):
             self.refuse(f"{name} is not followed")
         else:
@@ -132,24 +129,20 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
     # Fused operations
 
     def _see_fused(self, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Take the calls of one operation, or the reason why they could not be read."""
         with without_modes(), torch.no_grad():
-            self._see_calls(FUSED[name](bind(func, args, kwargs)), result if name == OWN else None)
-        self.root(result[0] if isinstance(result, tuple | list) else result, [])
-
-    def _see_calls(self, calls: list[SeenCall] | str, result: Any = None) -> None:
-        """Take the calls of one operation, or the reason why they could not be read; `result` if it is sqrtdk's own."""
-        if isinstance(calls, str):
-            self.refuse(calls)
-            return
-        with without_modes(), torch.no_grad():
+            calls = read_flexible(*args, **kwargs) if name == FLEXIBLE else FUSED[name](bind(func, args, kwargs))
+            if isinstance(calls, str):
+                self.refuse(calls)
+                calls = []
             for call in calls:
                 if call.q_lineage is None:
                     q, k = (self.side_of(x) for x in (call.q, call.k))
                     call = replace(call, q_lineage=q.lineage, k_lineage=k.lineage)
-                    call = call if result is not None else arrange(call, q, k)
-                own = result is not None and self._sample_rows is None and self.is_measuring
-                rows = read_statistics(result) if own else None
-                self.confirm(self.see_call(place_queries(call), rows))
+                    call = call if name == OWN else arrange(call, q, k)
+                has_rows = name == OWN and self._sample_rows is None and self.is_measuring
+                self.confirm(self.see_call(place_queries(call), read_statistics(result) if has_rows else None))
+        self.root(result[0] if isinstance(result, tuple | list) else result, [])
 
     def see_call(self, call: SeenCall, rows: AttentionStatistics | None = None) -> Candidate:
         """A candidate with a call that is known, and its statistics."""
