@@ -181,7 +181,7 @@ def test_an_audit_says_what_it_could_not_follow():
 
 
 class Features(nn.Module):
-    """Products of activations that are no attention: streams that are mixed, features of features, two gates."""
+    """Products of activations that are no attention: mixed streams, features of features, gates, whole numbers."""
 
     def __init__(self):
         super().__init__()
@@ -193,7 +193,8 @@ class Features(nn.Module):
         mixed = self.mix(x).tanh().unflatten(-1, (2, 2)) @ streams  # hyper-connections
         gated = self.one(x).sigmoid() * self.two(x)
         shares = self.one(x).relu().softmax(-1)
-        return self.read(self.norm(mixed[..., 0, :])) + gated * shares.mean(-1, keepdim=True)
+        lengths = self.mix(x).long().masked_fill(x[..., :4] < 0, 0).sum(-1, keepdim=True)
+        return self.read(self.norm(mixed[..., 0, :])) + gated * shares.mean(-1, keepdim=True) * lengths
 
 
 def test_products_of_activations_are_not_attention():

@@ -78,7 +78,7 @@ def _see_elementwise(watcher: Recogniser, name: str, func: Any, args: Any, kwarg
     known = _look_up_all(watcher, tensors)
     folded = known[0][1].folded if known and known[0][0] is args[0] else 1.0
     origin = watcher.memory.origin_of(args[0]) if name in ("clone", "_to_copy") else None
-    if known:
+    if known and (output.is_floating_point() or output.is_complex()):
         _carry_on(watcher, name, func, args, kwargs, tensors, known, output)
     elif watcher.memory.look_up(output) is not None:
         watcher.memory.write(output)  # written in place by something unknown
