@@ -186,13 +186,12 @@ def join(tensors: list[Tensor], lineages: list[Lineage | None], axis: int) -> Li
     first = known[0][1]
     if len(known) == len(tensors) and all(_is_like(first, lineage) for _, lineage in known):
         return replace(first, fresh=False)
-    joined = merge(known, "cat")
     if axis == tensors[0].ndim - 1:
-        parts = tuple(
-            (tensor.shape[-1], lineage if lineage is None else merge([(tensor, lineage)], "cat"))
-            for tensor, lineage in zip(tensors, lineages, strict=True)
-        )
-        return replace(joined, parts=parts)
+        pairs = list(zip(tensors, lineages, strict=True))
+        own = [(x, lineage if lineage is None else merge([(x, lineage)], "cat")) for x, lineage in pairs]
+        joined = merge([(x, lineage) for x, lineage in own if lineage is not None], "cat")
+        return replace(joined, parts=tuple((x.shape[-1], lineage) for x, lineage in own))
+    joined = merge(known, "cat")
     whole = len(known) == len(tensors)
     pieces = [piece_of(tensor, lineage if whole else _settle(tensor, lineage)) for tensor, lineage in known]
     if all(len(own) == 1 for own in pieces) and len({own[0].width for own in pieces}) == 1:
