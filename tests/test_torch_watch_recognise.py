@@ -204,6 +204,21 @@ def test_products_of_activations_are_not_attention():
     assert (seen.layers, seen.unattributed) == ({}, [])
 
 
+def test_scores_that_are_added_up_over_heads_meet_no_values():
+    """An index of keys (DeepSeek's sparse attention) weighs heads of scores, and picks keys by their sum."""
+
+    class Index(ByHand):
+        def forward(self, x):
+            q, k = (self.split(f(x)) for f in (self.q_proj, self.k_proj))
+            heads = self.v_proj(x)[..., : self.num_heads]
+            return torch.einsum("bhls,blh->bls", (q @ k.mT).relu(), heads).topk(2).indices
+
+    model = build(Index)
+    with torch.no_grad(), watch(model) as seen:
+        model(make_input())
+    assert (seen.layers, seen.unattributed) == ({}, [])
+
+
 def test_an_operation_that_is_called_attention_is_listed():
     library = torch.library.Library("sqrtdk_test", "DEF")
     library.define("flash_attn_forward(Tensor q, Tensor k, Tensor v) -> Tensor")

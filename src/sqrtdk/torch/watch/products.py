@@ -86,7 +86,7 @@ def _see_values(watcher: Recogniser, fact: Fact, one: Tensor, other: Tensor, axi
     others = watcher.memory.look_up(other)
     if not candidates or others is fact:
         return False
-    if is_learnt and fact.trace is not None and fact.trace.is_over_heads(one, axis):
+    if fact.trace is not None and fact.trace.is_over_heads(one, axis):
         note_mixing(candidates)
         trace = fact.trace.move(one, output) if output.shape == one.shape else None
         watcher.memory.write(output, candidates=candidates, trace=trace)
