@@ -215,7 +215,7 @@ def test_a_batch_is_a_tensor_a_tuple_or_a_dict(batch):
 @pytest.mark.parametrize(
     ("model", "given", "message"),
     [
-        (nn.Linear(4, 4), torch.zeros(2, 4), "model must compute attention, got Linear, which called none"),
+        (nn.Linear(4, 4), torch.zeros(2, 4), "model must compute attention, got Linear, in which none was recognised"),
         ("gpt2", torch.zeros(2, 4), "model must be a torch.nn.Module, got str"),
         (nn.Linear(4, 4), "text", "batch must be a tensor, a tuple of arguments or a dict .*, got str"),
         (nn.Linear(4, 4), None, "batch must be a tensor, .* got NoneType"),

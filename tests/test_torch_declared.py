@@ -1,6 +1,7 @@
 """Declared scales: fields of configurations, factors before the call, families; never what a module itself holds."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -93,3 +94,6 @@ def test_a_dictionary_is_a_configuration_and_a_module_without_one_declares_nothi
 def test_factors_on_normalised_vectors_are_not_part_of_the_scale():
     config = {"rope_parameters": YARN, "key_multiplier": 3.0, "attention_multiplier": 0.5}
     assert declared_scale(stack(config), measured(normalised=True)).value == 0.5
+    # Seen to be multiplied after the norm, they are.
+    record = replace(measured(normalised=True), after_the_norm=3.0 * MSCALE**2)
+    assert declared_scale(stack(config), record).value == pytest.approx(0.5 * 3.0 * MSCALE**2)

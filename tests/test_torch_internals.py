@@ -145,3 +145,28 @@ def test_tensors_without_numbers_are_told():
     assert not internals.has_numbers(torch.ones(2, device="meta"))
     with FakeTensorMode():
         assert not internals.has_numbers(torch.ones(2))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_the_memory_of_nested_tensors_is_that_of_their_values():
+    sequences = [torch.ones(2, 4), torch.ones(3, 4)]
+    for layout in (torch.jagged, torch.strided):
+        nested = torch.nested.nested_tensor(sequences, layout=layout)
+        address = internals.storage_address(nested)
+        assert (
+            address == internals.storage_address(nested.transpose(1, 2)) == internals.storage_address(nested.values())
+        )
+        weak = internals.WeakStorage(nested)
+        assert weak.address == address
+        assert not weak.is_gone()
+        del nested
+        assert weak.is_gone()
+
+
+@pytest.mark.slow
+def test_functions_of_flex_attention_are_asked_at_every_place():
+    slopes, scores = torch.tensor([1.0, 2.0]), torch.zeros(1, 2, 3, 3)
+    given = internals.map_places(lambda s, b, h, i, j: s + slopes[h] * j, (1, 2, 3, 3), scores.device, scores, ())
+    assert torch.equal(given, (slopes[:, None, None] * torch.arange(3.0)).expand(2, 3, 3)[None])
+    visible = internals.map_places(lambda b, h, i, j: i >= j, (1, 1, 3, 3), scores.device, None, ())
+    assert torch.equal(visible[0, 0], torch.ones(3, 3, dtype=torch.bool).tril())

@@ -244,5 +244,5 @@ def test_a_model_that_does_not_take_what_is_made_up_says_why(tmp_path):
 def test_a_model_without_attention_is_named(tmp_path):
     config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic")
     transformers.ResNetModel(config).save_pretrained(tmp_path / "resnet")
-    with pytest.raises(SqrtdkError, match="model must compute attention, got ResNetModel, which called none"):
+    with pytest.raises(SqrtdkError, match="must compute attention, got ResNetModel, in which none was recognised"):
         audit_stored(str(tmp_path / "resnet"))

@@ -188,23 +188,164 @@ def test_a_mask_of_windows_that_are_merged_into_the_batch():
     np.testing.assert_allclose(seen.layers[""]["entropy"].mean, entropy_per_head(model.weights), rtol=1e-4)
 
 
+class Flexible(ByHand):
+    """Attention by flex_attention with a score function and a mask."""
+
+    def __init__(self, score=None, visible=None, attend=None):
+        super().__init__()
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        self.score, self.attend = score, attend or flex_attention
+        self.mask = None if visible is None else create_block_mask(visible, None, None, TOKENS, TOKENS, device="cpu")
+        self.visible = visible
+
+    def forward(self, x, attention_mask=None):
+        q, k, v = (self.split(f(x)) for f in (self.q_proj, self.k_proj, self.v_proj))
+        logits = q @ k.mT * DIMENSION**-0.5
+        places = torch.meshgrid(*map(torch.arange, logits.shape), indexing="ij")
+        logits = logits if self.score is None else self.score(logits, *places)
+        if self.visible is not None:
+            logits = logits.masked_fill(~self.visible(*places), -math.inf)
+        self.weights = logits.detach().softmax(-1)
+        output = self.attend(q, k, v, score_mod=self.score, block_mask=self.mask)
+        return output.transpose(1, 2).flatten(2)
+
+
+SLOPES = 2.0 ** -torch.arange(1.0, HEADS + 1)
+CAUSAL, WINDOW = (lambda b, h, i, j: i >= j), (lambda b, h, i, j: (i - j).abs() <= 2)
+SCORES = {
+    "nothing": (None, None, 1.0, None),
+    "causal": (None, CAUSAL, 1.0, None),
+    "a window": (None, WINDOW, 1.0, None),
+    "a soft cap": (lambda s, b, h, i, j: 3.0 * torch.tanh(s / 3.0), CAUSAL, 1.0, 3.0),
+    "ALiBi": (lambda s, b, h, i, j: s + SLOPES[h] * (j - i), CAUSAL, 1.0, None),
+    "causal by the score": (lambda s, b, h, i, j: torch.where(i >= j, s, -math.inf), None, 1.0, None),
+    "a factor": (lambda s, b, h, i, j: 2.0 * s, WINDOW, 2.0, None),
+}
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-def test_flex_attention_runs_as_before():
-    from torch.nn.attention.flex_attention import flex_attention
-
-    class Flexible(ByHand):
-        def forward(self, x, attention_mask=None):
-            q, k, v = (self.split(f(x)) for f in (self.q_proj, self.k_proj, self.v_proj))
-            return flex_attention(q, k, v).transpose(1, 2).flatten(2)
-
-    model, x = build(Flexible), make_input()
+@pytest.mark.parametrize("name", SCORES)
+def test_flex_attention_is_measured(name):
+    score, visible, factor, cap = SCORES[name]
+    model, x = build(Flexible, score, visible), make_input()
     with torch.no_grad():
         expected = model(x)
         with watch(model) as seen:
             output = model(x)
     assert torch.allclose(output, expected, atol=1e-6)
-    assert [missed.layer for missed in seen.unattributed] == [""] or list(seen.layers) == [""]
+    assert not seen.unattributed
+    np.testing.assert_allclose(seen.layers[""]["entropy"].mean, entropy_per_head(model.weights), rtol=1e-3, atol=1e-5)
+    (record,) = seen.scales
+    assert record.effective == pytest.approx(factor * DIMENSION**-0.5, rel=1e-3)
+    assert record.softcap == (None if cap is None else pytest.approx(cap, rel=1e-4))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_compiled_flex_attention_is_measured_and_an_unknown_score_is_listed():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    score, visible, _, _ = SCORES["a soft cap"]
+    compiled = build(Flexible, score, visible, torch.compile(flex_attention, backend="eager"))
+    with torch.no_grad(), watch(compiled) as seen:
+        compiled(make_input())
+    np.testing.assert_allclose(seen.layers[""]["entropy"].mean, entropy_per_head(compiled.weights), rtol=1e-3)
+    odd = build(Flexible, lambda s, b, h, i, j: torch.sin(s))
+    with torch.no_grad(), watch(odd) as seen:
+        odd(make_input())
+    assert [missed.reason for missed in seen.unattributed] == [
+        "the score function of flex_attention is more than a factor, a soft cap and a bias"
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+@pytest.mark.parametrize("gradients", [True, False])
+def test_sequences_of_several_lengths_in_a_nested_tensor(layout, gradients):
+    """What NaViT does: no padding, and so none of it in the rows."""
+
+    class Nested(ByHand):
+        def forward(self, sequences):
+            x = torch.nested.nested_tensor(sequences, layout=layout)
+            projected = (f(x) for f in (self.q_proj, self.k_proj, self.v_proj))
+            split = [one.view(len(sequences), -1, HEADS, DIMENSION).transpose(1, 2) for one in projected]
+            if layout is torch.strided:
+                split = [one.contiguous() for one in split]
+            return nn.functional.scaled_dot_product_attention(*split)
+
+    model, sequences = build(Nested), [make_input()[0, :4], make_input()[1]]
+    with torch.set_grad_enabled(gradients):
+        expected = model(sequences)
+        with watch(model) as seen:
+            output = model(sequences)
+    assert all(torch.equal(one, two) for one, two in zip(output.unbind(), expected.unbind(), strict=True))
+    assert not seen.unattributed
+    entropies = []
+    for x in sequences:
+        q, k = (model.split(f(x[None])) for f in (model.q_proj, model.k_proj))
+        entropies.append(torch.special.entr((q @ k.mT * DIMENSION**-0.5).softmax(-1)).sum(-1)[0])
+    expected = torch.cat(entropies, -1).mean(-1).detach()
+    np.testing.assert_allclose(seen.layers[""]["entropy"].mean, expected, rtol=1e-4)
+    assert seen.scales[0].effective == pytest.approx(DIMENSION**-0.5)
+
+
+def _add_up(q, k):
+    return (q[:, :, :, None] * k[:, :, None]).sum(-1) * DIMENSION**-0.5
+
+
+def _of_neighbours(q, k):
+    """Every query with keys of its own, here all of them."""
+    return (q[:, :, :, None] * k[:, :, None].repeat(1, 1, TOKENS, 1, 1)).sum(-1) * DIMENSION**-0.5
+
+
+@pytest.mark.parametrize("score", [_add_up, _of_neighbours])
+def test_products_added_up_entry_by_entry(score):
+    class AddedUp(ByHand):
+        def forward(self, x):
+            q, k, v = (self.split(f(x)) for f in (self.q_proj, self.k_proj, self.v_proj))
+            self.weights = score(q, k).softmax(-1)
+            return (self.weights[..., None] * v[:, :, None]).sum(-2)
+
+    model = build(AddedUp)
+    with torch.no_grad(), watch(model) as seen:
+        model(make_input())
+    assert not seen.unattributed
+    np.testing.assert_allclose(seen.layers[""]["entropy"].mean, entropy_per_head(model.weights), rtol=1e-4)
+    np.testing.assert_array_equal(seen.layers[""].rows_seen, ROWS)
+
+
+def test_vectors_of_one_entry():
+    """An einsum over an axis of one entry multiplies, and no product is computed."""
+
+    class OneColumn(ByHand):
+        def forward(self, x):
+            q, k, v = (f(x).unflatten(-1, (WIDTH, 1)) for f in (self.q_proj, self.k_proj, self.v_proj))
+            self.weights = torch.einsum("bihd,bjhd->bhij", q, k).softmax(-1)
+            return torch.einsum("bhij,bjhd->bihd", self.weights, v)
+
+    model = build(OneColumn)
+    with torch.no_grad(), watch(model) as seen:
+        model(make_input())
+    assert seen.layers[""].heads == WIDTH
+    assert (seen.scales[0].d_k, seen.scales[0].effective) == (1, 1.0)
+    np.testing.assert_allclose(seen.layers[""]["entropy"].mean, entropy_per_head(model.weights), rtol=1e-4, atol=1e-6)
+
+
+def test_one_query_without_an_axis_of_its_own():
+    class Decoding(ByHand):
+        def forward(self, x):
+            q = self.q_proj(x[:, -1]).unflatten(-1, (HEADS, -1))
+            k, v = (self.split(f(x)) for f in (self.k_proj, self.v_proj))
+            self.weights = torch.einsum("bhd,bhkd->bhk", q, k).softmax(-1)[:, :, None]
+            return torch.einsum("bhk,bhkd->bhd", self.weights[:, :, 0], v)
+
+    model = build(Decoding)
+    with torch.no_grad(), watch(model) as seen:
+        model(make_input())
+    assert not seen.unattributed
+    np.testing.assert_allclose(seen.layers[""]["entropy"].mean, entropy_per_head(model.weights), rtol=1e-4)
 
 
 def test_a_growing_cache_knows_where_its_queries_stand():

@@ -379,6 +379,7 @@ def test_records_go_into_json():
         "dtype": "float32",
         "logits_dtype": "float32",
         "call": None,
+        "after_the_norm": None,
     }
 
 
@@ -405,3 +406,133 @@ def test_only_products_in_half_precision_round_logits_to_it(dtype):
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         record = record_of(Scaled().to(dtype), x)
     assert record.logits_dtype == "float32"  # torch computes its product in float32
+
+
+def unit(x):
+    return functional.normalize(x, dim=-1)
+
+
+GAINS = {
+    "cosine × 4 (nViT)": (lambda q, k: (unit(q) * 2, unit(k) * 2), 1.0, 4.0),
+    "on the query": (lambda q, k: (unit(q) * 10, unit(k)), 1.0, 10.0),
+    "by hand, then rotated": (lambda q, k: (rotate(normalise(q) * 3), rotate(normalise(k))), None, 3 * RIGHT),
+    "YaRN after a norm": (
+        lambda q, k: (rotate(normalise(q), 1.1386), rotate(normalise(k), 1.1386)),
+        None,
+        RIGHT * 1.1386**2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GAINS)
+def test_what_multiplies_normalised_vectors_counts(name):
+    prepare, scale, effective = GAINS[name]
+    record = record_of(Scaled(prepare, scale))
+    assert record.normalised
+    assert record.before_the_call is None
+    assert record.effective == pytest.approx(effective, rel=1e-4)
+    assert record.at_the_call * record.after_the_norm == pytest.approx(effective, rel=1e-4)
+    if effective != RIGHT:
+        assert "and multiplied by" in record.reason
+
+
+class Gain(Scaled):
+    """A learnt gain after the norm, beside it or in a module with it (QK-norm)."""
+
+    def __init__(self, gain, own_module):
+        super().__init__(scale=1.0)
+        self.gain = nn.Parameter(gain)
+        self.norm = Normed(gain) if own_module else None
+
+    def forward(self, x):
+        q, k, v = (self.split(f(x)) for f in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = (self.norm(one) if self.norm is not None else unit(one) * self.gain for one in (q, k))
+        return functional.scaled_dot_product_attention(q, k, v, scale=1.0)
+
+
+class Normed(nn.Module):
+    def __init__(self, gain):
+        super().__init__()
+        self.weight = nn.Parameter(gain.clone())
+
+    def forward(self, x):
+        return normalise(x) * self.weight
+
+
+def test_a_learnt_gain_beside_its_norm_counts_and_one_inside_is_the_norms_own():
+    even, uneven = torch.full((DIMENSION,), 2.0), torch.linspace(1.0, 2.0, DIMENSION)
+    assert record_of(Gain(even, False)).effective == pytest.approx(4.0)
+    record = record_of(Gain(uneven, False))
+    assert record.effective is None
+    assert "its entries are multiplied by 1 to 2, which is learnt" in record.reason
+    for gain in (even, uneven):
+        record = record_of(Gain(gain, True))
+        assert (record.effective, record.after_the_norm) == (1.0, 1.0)
+
+
+class Appended(Scaled):
+    """Learnt keys before those of the tokens, and other keys of a prefix after them."""
+
+    def __init__(self, prepare, scale=None):
+        super().__init__(prepare, scale)
+        self.memory = nn.Parameter(torch.randn(HEADS, 2, DIMENSION))
+
+    def forward(self, x):
+        q, k, v = (self.split(f(x)) for f in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = self.prepare(q, k)
+        prefix = torch.randn(x.shape[0], HEADS, 3, DIMENSION)
+        k, v = (torch.cat([self.memory.expand(len(x), -1, -1, -1), one, prefix], 2) for one in (k, v))
+        return functional.scaled_dot_product_attention(q, k, v, scale=self.scale)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "factor"),
+    [
+        (lambda q, k: (q, k), 1.0),
+        (lambda q, k: (q, k * 0.5), 0.5),
+        (lambda q, k: (rotate(q), rotate(k)), 1.0),
+        (lambda q, k: (rotate(q), rotate(k, 1.1386)), 1.1386),
+    ],
+)
+def test_appended_keys_leave_the_scale_to_the_others(prepare, factor):
+    record = record_of(Appended(prepare))
+    assert record.effective == pytest.approx(RIGHT * factor, rel=1e-4)
+
+
+def test_appended_keys_of_multihead_attention():
+    model = nn.MultiheadAttention(WIDTH, HEADS, add_bias_kv=True, batch_first=True)
+    record = record_of(model, *[make_input()] * 3)
+    assert record.effective == pytest.approx(RIGHT, rel=1e-4)
+
+
+@pytest.mark.parametrize("front", [True, False])
+def test_columns_beside_the_scores_are_sinks(front):
+    """Several learnt logits per head, before the keys or after them, and zeros by padding."""
+
+    class Sinks(ByHand):
+        def __init__(self):
+            super().__init__()
+            self.sinks = nn.Parameter(torch.randn(HEADS, 1, 3))
+
+        def forward(self, x):
+            q, k, v = (self.split(f(x)) for f in (self.q_proj, self.k_proj, self.v_proj))
+            scores = q @ k.mT * RIGHT
+            columns = self.sinks.expand(len(x), -1, TOKENS, -1)
+            scores = torch.cat([columns, scores] if front else [scores, columns], -1)
+            weights = scores.softmax(-1)[..., 3:] if front else scores.softmax(-1)[..., :-3]
+            return weights @ v
+
+    class Zeros(ByHand):
+        def forward(self, x):
+            q, k, v = (self.split(f(x)) for f in (self.q_proj, self.k_proj, self.v_proj))
+            weights = functional.pad(q @ k.mT * RIGHT, (2, 0) if front else (0, 2)).softmax(-1)
+            return (weights[..., 2:] if front else weights[..., :-2]) @ v
+
+    for model in (Sinks(), Zeros()):
+        with torch.no_grad(), watch(model) as seen:
+            model(make_input())
+        assert not seen.unattributed
+        assert seen.scales[0].effective == pytest.approx(RIGHT)
+        assert seen.scales[0].difference < 1e-5
+        assert (seen.layers[""]["sink_weight"].mean > 0).all()
+        assert (seen.layers[""]["visible_keys"].mean == TOKENS).all()

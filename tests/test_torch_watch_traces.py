@@ -209,7 +209,7 @@ def test_a_fault_of_ours_without_words_does_not_end_the_model(monkeypatch):
     def fail(*args):
         raise ValueError
 
-    monkeypatch.setitem(recognise.HANDLERS, "aten::bmm", fail)
+    monkeypatch.setitem(recognise.HANDLERS, "aten::bmm", (fail, "bmm"))
     model = build(ByHand)
     with watch(model) as seen:
         model(X)

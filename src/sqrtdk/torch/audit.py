@@ -90,7 +90,9 @@ def audit(model: nn.Module, batch: Any) -> Audit:
             misfit.raised = raised
             raise misfit from error
     if not seen.scales and not seen.unattributed:
-        raise InvalidValueError("model", f"must compute attention, got {type(model).__name__}, which called none")
+        raise InvalidValueError(
+            "model", f"must compute attention, got {type(model).__name__}, in which none was recognised"
+        )
     return _judge(model, seen, _describe(batch))
 
 

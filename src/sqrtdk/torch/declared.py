@@ -38,8 +38,8 @@ def declared_scale(
 
     Args:
         model: the model that was watched.
-        scale: one record of `Seen.scales`; its path and dₖ are used, and whether q and k are normalised: then factors
-            on them before the call are not part of what was measured, nor of what is declared.
+        scale: one record of `Seen.scales`; its path and dₖ are used, and whether q and k are normalised: factors on
+            them before their norms are not part of what was measured, nor of what is declared.
         law_of: the law of a family; by default what is known of it by design or by measurement.
 
     >>> from types import SimpleNamespace
@@ -58,7 +58,9 @@ def declared_scale(
     base = _declare_by_fields(configs[0], scale.d_k, index)
     if base is None:
         base = _declare_by_family(configs, scale.d_k, law_of)
-    factor = None if scale.normalised else _factor_before_the_call(configs[0], index)
+    # Before a norm a factor does nothing; after it something is seen to multiply the vectors.
+    is_lost = scale.normalised and (scale.after_the_norm is None or abs(scale.after_the_norm - 1.0) < 1e-3)
+    factor = None if is_lost else _factor_before_the_call(configs[0], index)
     if factor is None or factor.value == 1.0:
         return base or SILENT
     if factor.value is None:

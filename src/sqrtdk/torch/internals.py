@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -48,6 +49,7 @@ _is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ig
 _functorch = torch._C._functorch
 _forward_ad: Any = forward_ad
 _graph_task = torch._C._current_graph_task_id
+_is_expired = cast(Callable[[int], bool], torch.UntypedStorage._expired)  # below two functions in Python
 _has_storage: Callable[[Tensor], bool] = torch._C._has_storage
 
 
@@ -226,9 +228,16 @@ def storage_address(tensor: Tensor) -> int:
     A view under autograd is a tensor object of its own; that it is a view shows in its storage alone.
     """
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return int((_values_of(tensor) if tensor.is_nested else tensor).untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # sparse, nested and other wrapped tensors
         return 0
+
+
+def _values_of(tensor: Tensor) -> Tensor:
+    """The tensor whose memory a jagged tensor shows; any other is its own."""
+    if tensor.is_nested and tensor.layout is torch.jagged:
+        return cast(Tensor, cast(Any, tensor)._values)
+    return tensor
 
 
 class WeakStorage:
@@ -239,7 +248,7 @@ class WeakStorage:
 
     def __init__(self, tensor: Tensor) -> None:
         self.address = storage_address(tensor)
-        self._weak = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        self._weak = StorageWeakRef(_values_of(tensor).untyped_storage())  # type: ignore[no-untyped-call]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, WeakStorage) and self.address == other.address
@@ -249,7 +258,7 @@ class WeakStorage:
 
     def is_gone(self) -> bool:
         """Whether nobody else holds the memory any more."""
-        return bool(self._weak.expired())  # type: ignore[no-untyped-call]
+        return _is_expired(self._weak.cdata)
 
 
 def bind(function: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -261,7 +270,30 @@ def bind(function: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> dict[str
     return bound
 
 
+@lru_cache(maxsize=4096)
 def operator_name(function: Any) -> str:
     """`aten::mul` for torch.ops.aten.mul.Tensor; the name of a higher-order operator as it is."""
     schema = getattr(function, "_schema", None)
     return str(function) if schema is None else str(schema.name)
+
+
+def map_places(
+    function: Callable[..., Tensor],
+    sizes: tuple[int, int, int, int],
+    device: torch.device,
+    scores: Tensor | None,
+    buffers: tuple[Any, ...],
+) -> Tensor:
+    """What a score or mask function of flex_attention gives at every place `[B, H, L, S]`, as the operation asks it.
+
+    Inside, a tensor that is indexed by a place is looked up without reading the place as a number.
+    """
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+    from torch.nn.attention.flex_attention import _vmap_for_bhqkv
+
+    places = [torch.arange(size, device=device) for size in sizes]
+    given = () if scores is None else (scores,)
+    mapped = _vmap_for_bhqkv(function, prefix=(0,) * len(given), suffix=(None,) * len(buffers))
+    with TransformGetItemToIndex():
+        result: Tensor = mapped(*given, *places, *buffers)
+    return result

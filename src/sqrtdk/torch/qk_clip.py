@@ -56,11 +56,15 @@ class ClippedHead:
 
 @dataclass(frozen=True, repr=False)
 class Clipping(Shown):
-    """What `qk_clip_` did: the heads it clipped, none if no score passed the threshold."""
+    """What `qk_clip_` did: the heads it clipped, none if no score passed the threshold.
+
+    `unattributed` names the layers whose attention was seen and not understood: nothing is known of their scores.
+    """
 
     threshold: float
     heads: tuple[ClippedHead, ...]
     of_heads: int
+    unattributed: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.heads)
@@ -71,7 +75,8 @@ class Clipping(Shown):
     def as_json(self) -> dict[str, Any]:
         """The record as numbers, texts and null."""
         heads = [head.as_json() for head in self.heads]
-        return {"threshold": self.threshold, "of_heads": self.of_heads, "heads": heads}
+        numbers = {"threshold": self.threshold, "of_heads": self.of_heads}
+        return {**numbers, "heads": heads, "unattributed": list(self.unattributed)}
 
     def _table(self) -> Table:
         lines = [
@@ -85,6 +90,8 @@ class Clipping(Shown):
             for head in self.heads
         ]
         title = f"clipped {len(lines)} of {count(self.of_heads, 'head')} to a largest score of {self.threshold:g}"
+        if self.unattributed:
+            title += f"; attention that was not understood stays as it is, in {', '.join(self.unattributed)}"
         return Table(title, ("layer", "head", "largest score", "γ", "multiplied"), lines, left=1)
 
 
@@ -117,7 +124,7 @@ def qk_clip_(
     Raises:
         InvalidValueError: with the reason, and nothing is changed at all, if a head would have to be clipped whose
             parameters cannot be told or whose q or k passes a norm, which would undo it; if rows or calls are missing
-            in `seen`; if scores are not finite.
+            in `seen`, or all attention; if scores are not finite.
 
     >>> from sqrtdk.torch import watch
     >>> attention = nn.MultiheadAttention(8, 2, batch_first=True)
@@ -136,6 +143,9 @@ def qk_clip_(
         if count_non_finite(summary).any():
             reasons.append(f"{layer or 'the model'} has scores that are NaN or infinite")
     heads = sum(map(len, largest.values()))
+    if not largest:
+        missed = dict.fromkeys(f"; {name_layer(one.layer)}: {one.reason}" for one in seen.unattributed)
+        reasons.append(f"no attention was understood{''.join(missed)}")
     if dist.is_available() and dist.is_initialized():
         largest = largest_of_ranks(largest, group)
     planned: list[ClippedHead] = []
@@ -150,7 +160,8 @@ def qk_clip_(
     if reasons:
         raise InvalidValueError(f"nothing was clipped: {'; '.join(dict.fromkeys(reasons))}")
     _apply(model, factors)
-    return Clipping(float(threshold), tuple(planned), heads)
+    unattributed = dict.fromkeys(name_layer(missed.layer) for missed in seen.unattributed)
+    return Clipping(float(threshold), tuple(planned), heads, tuple(unattributed))
 
 
 def _check(model: Any, seen: Any, threshold: Any) -> None:

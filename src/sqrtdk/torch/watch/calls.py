@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sqrtdk.statistics import AttentionStatistics
+from sqrtdk.statistics import ROW_FIELDS, AttentionStatistics
 from sqrtdk.torch.functional import attention
 from sqrtdk.torch.internals import without_modes
 from sqrtdk.torch.watch.lineage import Lineage
+from sqrtdk.torch.watch.vectors import Span
 
+_MOST_ROWS_COMPARED = 4
 # A finite "minus infinity" that a model adds or fills in: −1e4 (−9984 in bfloat16) is the mildest in use.
 MASKED_BELOW = -9000.0
+
+
+class NotUnderstoodError(Exception):
+    """What was done to the scores is not the operation that sqrtdk knows; the text says what."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,11 @@ class SeenCall:
     on_the_mask: float | None = None
     # The largest difference between its weights and the model's own, where these were seen.
     difference: float | None = None
+    # The logits `[B, H, L, S]`, where more than scale, cap and mask made them from q·k: heads that were mixed.
+    logits: Tensor | None = None
+    # Which vectors of their projections q and k are, where that is known.
+    q_span: Span | None = None
+    k_span: Span | None = None
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -72,22 +83,31 @@ def measure(call: SeenCall, sample_rows: int | None) -> AttentionStatistics:
     kind = call.q.device.type
     is_cast = torch.is_autocast_enabled(kind)
     with without_modes(), torch.no_grad(), torch.autocast(kind, enabled=False) if is_cast else nullcontext():
-        q, k = call.q.detach(), call.k.detach()
-        if q.dtype != k.dtype:
+        q, k, mask = call.q.detach(), call.k.detach(), call.mask
+        if call.logits is not None:
+            # All of the logits are added to scores of 0.
+            mask = call.logits.to(torch.promote_types(call.logits.dtype, torch.float32))
+            q, k = mask.new_zeros(*mask.shape[:3], 1), mask.new_zeros(1, 1, mask.shape[3], 1)
+        elif q.dtype != k.dtype:
             q, k = q.float(), k.float()
         seen = attention(
             q,
-            k,
-            k[..., :1],
-            scale=call.scale,
-            mask=None if call.mask is None else close_masked(call.mask.detach(), q.dtype),
-            softcap=call.softcap,
+            k.expand(q.shape[0], -1, -1, -1),
+            k.expand(q.shape[0], -1, -1, -1)[..., :1],
+            scale=call.scale if call.logits is None else 1.0,
+            mask=None if mask is None else close_masked(mask.detach(), q.dtype),
+            softcap=call.softcap if call.logits is None else None,
             sinks=None if call.sinks is None else call.sinks.detach(),
             sample_rows=None if sample_rows is None or sample_rows >= q.shape[-2] else sample_rows,
             **given,
         )
-    assert seen.statistics is not None
-    return seen.statistics
+    rows = seen.statistics
+    assert rows is not None
+    if call.logits is not None:
+        named = {name: getattr(rows, name) for name in ROW_FIELDS}
+        scores = {"score_max": rows.max_logit, "score_variance": rows.logit_variance}
+        rows = AttentionStatistics(**{**named, **scores}, sample=rows.sample)
+    return rows
 
 
 def close_masked(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -105,6 +125,10 @@ def weigh(call: SeenCall, rows: Tensor) -> tuple[Tensor, Tensor]:
 
     It is what a model's own weights are compared with, so it shares no code with the operation.
     """
+    if call.logits is not None:
+        logits = call.logits.index_select(-2, rows)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return torch.softmax(logits, dim=-1), logits.masked_fill(logits <= MASKED_BELOW, 0).abs().amax()
     q = call.q.index_select(-2, rows)
     wide = torch.promote_types(torch.promote_types(q.dtype, call.k.dtype), torch.float32)
     groups = q.shape[1] // call.k.shape[1]
@@ -134,3 +158,59 @@ def weigh(call: SeenCall, rows: Tensor) -> tuple[Tensor, Tensor]:
         logits = torch.cat([logits, sinks], dim=-1)
     weights = torch.softmax(logits, dim=-1)[..., : call.k.shape[-2]]
     return weights, largest
+
+
+def compare(call: SeenCall, weights: Tensor) -> float:
+    """The largest difference of a model's own weights `[..., L, S]` of some rows from what a call gives.
+
+    Raises:
+        NotUnderstoodError: they differ by more than rounding explains.
+    """
+    batch, heads, queries, keys = call.shape
+    count = min(queries, _MOST_ROWS_COMPARED)
+    rows = torch.linspace(0, queries - 1, count, device=weights.device).round().long()
+    own = weights.index_select(-2, rows).reshape(batch, heads, count, keys)
+    expected, largest = weigh(call, rows)
+    own = own.to(expected.dtype)
+    if call.sinks is None:
+        own = own / own.sum(dim=-1, keepdim=True)  # before the division, if the model divides later
+    difference = (own - expected).abs()
+    # Rows that see nothing have no weights to compare.
+    worst = float(difference.masked_fill(expected.isnan(), 0).nan_to_num(nan=2.0).max()) if own.numel() else 0.0
+    resolution = max(float(torch.finfo(x.dtype).eps) for x in (weights, call.q, call.k))
+    allowed = 1e-6 + 16 * resolution * (1 + float(largest))
+    if worst > allowed:
+        raise NotUnderstoodError(f"recovered weights differ from the model's own by {worst:.2g}")
+    return worst
+
+
+def place_queries(call: SeenCall) -> SeenCall:
+    """Where the queries stand among the keys, if both are of one sequence."""
+    q, k = call.q_lineage, call.k_lineage
+    _, _, queries, keys = call.shape
+    if call.last is not None:
+        return replace(call, first_position=call.last)
+    if q is None or k is None or not q.sources & k.sources or queries > keys:
+        return call
+    if queries < keys:
+        ahead = _count_ahead(call)
+        if ahead is not None:
+            return replace(call, first_position=ahead)
+        mask = call.mask if call.logits is None else call.logits
+        last = None if mask is None else mask[..., -1, :]
+        if last is not None:
+            visible = last if last.dtype == torch.bool else last > MASKED_BELOW
+            seen = visible.nonzero()
+            if len(seen):
+                return replace(call, first_position=int(seen[:, -1].max()) - queries + 1)
+    return replace(call, first_position=keys - queries)
+
+
+def _count_ahead(call: SeenCall) -> int | None:
+    """How many keys stand before the first query, if both are tokens of one projection's input."""
+    q, k = call.q_span, call.k_span
+    if q is None or k is None or q.origin.tokens != k.origin.tokens or q.batch != k.batch:
+        return None
+    ahead, step = q.start.row - k.start.row, k.rows[1].row
+    fits = step > 0 and ahead % step == 0 and 0 <= ahead // step <= k.rows[0] - q.rows[0]
+    return ahead // step if fits else None

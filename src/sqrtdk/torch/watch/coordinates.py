@@ -1,4 +1,4 @@
-"""Where the entries of a view lie among the rows and keys of the product that they came from.
+"""Places of the entries of a view among the rows and keys of the product that they came from.
 
 A product q·kᵀ of N batches of L queries and S keys has N·L rows of S entries. Whatever a model does with it before its
 softmax (split heads, transpose, expand, slice), an axis of the result steps through rows or through keys by a constant
@@ -7,9 +7,12 @@ number. So an axis is a `Step`, and no scores have to be copied to know whose th
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -27,8 +30,27 @@ class Step(NamedTuple):
         """The step of every `factor`-th entry."""
         return Step(self.row * factor, self.key * factor)
 
+    def plus(self, other: Step) -> Step:
+        """One step and then another."""
+        return Step(self.row + other.row, self.key + other.key)
+
 
 STILL = Step(0, 0)
+
+
+class Spot(NamedTuple):
+    """Where in its memory a tensor lies."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    @staticmethod
+    def of(tensor: Tensor) -> Spot:
+        """Of a tensor; complex numbers count as two entries."""
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor)
+        return Spot(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
 
 @dataclass(frozen=True)
@@ -53,48 +75,90 @@ class Layout:
         """A tensor that is dense in memory, and its place."""
         return Layout(place, tensor.stride(), int(tensor.storage_offset()))
 
-    def locate(self, view: Tensor) -> Place:
+    def locate(self, view: Tensor | Spot) -> Place:
         """The place of a view of the same memory.
 
         Raises:
             UnevenError: an axis of the view does not step evenly.
         """
-        offset = int(view.storage_offset())
-        if (tuple(view.shape), view.stride(), offset) == (self.place.shape, self.strides, self.offset):
+        shape, strides, offset = view if isinstance(view, Spot) else Spot.of(view)
+        if (shape, strides, offset) == (self.place.shape, self.strides, self.offset):
             return self.place
-        axes = sorted(
-            (
-                (stride, size, step)
-                for stride, size, step in zip(self.strides, self.place.shape, self.place.steps, strict=True)
-                if size > 1 and stride > 0
-            ),
-            key=lambda axis: -axis[0],
-        )
-        steps = tuple(
-            STILL if size == 1 or stride == 0 else _step_of(size, stride, axes)
-            for size, stride in zip(view.shape, view.stride(), strict=True)
-        )
-        return Place(tuple(view.shape), steps, self._first(offset - self.offset, axes))
+        axes = self._axes()
+        start, reached = _walk(offset - self.offset, axes)
+        steps = []
+        for size, stride in zip(shape, strides, strict=True):
+            if size == 1 or stride == 0:
+                steps.append(STILL)
+                continue
+            step, at, extent = _step_of(size, stride, axes)
+            if at is not None:
+                reached[at] += extent
+            steps.append(step)
+        if any(index >= axis[1] for index, axis in zip(reached, axes, strict=True)):
+            raise UnevenError  # it runs over the end of an axis into the next round of it
+        return Place(shape, tuple(steps), self.place.start.plus(start))
 
-    def _first(self, ahead: int, axes: list[tuple[int, int, Step]]) -> Step:
-        row, key = self.place.start
-        for stride, size, step in axes:
-            index = min(ahead // stride, size - 1) if ahead > 0 else 0
-            ahead -= index * stride
-            row, key = row + index * step.row, key + index * step.key
-        if ahead:
-            raise UnevenError
-        return Step(row, key)
+    def step(self, size: int, stride: int) -> Step:
+        """The step of one axis of a view.
+
+        Raises:
+            UnevenError: it does not step evenly.
+        """
+        return STILL if size == 1 or stride == 0 else _step_of(size, stride, self._axes())[0]
+
+    def divide(self, size: int, stride: int) -> list[tuple[int, Step]]:
+        """Size and step of one axis of a view, or of those that it consists of, outermost first.
+
+        An axis of batch and heads merged becomes two, which step through tokens and through columns.
+
+        Raises:
+            UnevenError: it does not consist of whole axes.
+        """
+        if size == 1 or stride == 0:
+            return [(size, STILL)]
+        axes = self._axes()
+        try:
+            return [(size, _step_of(size, stride, axes)[0])]
+        except UnevenError:
+            return _divide(size, stride, axes)
+
+    def _axes(self) -> list[tuple[int, int, Step]]:
+        """Stride, size and step of the axes in memory, the widest stride first."""
+        return _sort(zip(self.strides, self.place.shape, self.place.steps, strict=True))
 
 
-def _step_of(size: int, stride: int, axes: list[tuple[int, int, Step]]) -> Step:
-    """The step of one axis of a view, which may be part of an axis in memory or several axes merged."""
+def _sort(axes: Iterable[tuple[int, int, Step]]) -> list[tuple[int, int, Step]]:
+    return sorted((axis for axis in axes if axis[1] > 1 and axis[0] > 0), key=lambda axis: -axis[0])
+
+
+def _walk(ahead: int, axes: list[tuple[int, int, Step]]) -> tuple[Step, list[int]]:
+    """The step to an entry so far ahead, and its index along each axis."""
+    reached, indices = STILL, []
+    for stride, size, step in axes:
+        index = min(ahead // stride, size - 1) if ahead > 0 else 0
+        ahead -= index * stride
+        reached = reached.plus(step.times(index))
+        indices.append(index)
+    if ahead:
+        raise UnevenError
+    return reached, indices
+
+
+def _step_of(size: int, stride: int, axes: list[tuple[int, int, Step]]) -> tuple[Step, int | None, int]:
+    """The step of one axis of a view, which may be part of an axis in memory or several axes merged.
+
+    Of part of an axis also which one it is, and how far along it the view reaches.
+    """
     at = next((i for i, axis in enumerate(axes) if axis[0] <= stride), None)
     if at is None or stride % axes[at][0]:
         raise UnevenError
     inner, capacity, step = axes[at]
     factor = stride // inner
-    while (size - 1) * factor >= capacity:
+    extent = (size - 1) * factor
+    if extent < capacity:
+        return step.times(factor), at, extent
+    while extent >= capacity:
         at -= 1
         if at < 0:
             raise UnevenError
@@ -102,7 +166,21 @@ def _step_of(size: int, stride: int, axes: list[tuple[int, int, Step]]) -> Step:
         if outer != inner * capacity or outer_step != step.times(capacity):
             raise UnevenError
         capacity *= outer_size
-    return step.times(factor)
+    return step.times(factor), None, 0
+
+
+def _divide(size: int, stride: int, axes: list[tuple[int, int, Step]]) -> list[tuple[int, Step]]:
+    at = next((i for i, axis in enumerate(axes) if axis[0] <= stride), None)
+    if at is None or stride % axes[at][0] or axes[at][1] % (stride // axes[at][0]):
+        raise UnevenError
+    factor = stride // axes[at][0]
+    parts = [(axes[at][1] // factor, axes[at][2].times(factor))]
+    while (have := math.prod(count for count, _ in parts)) < size:
+        at -= 1
+        if at < 0 or axes[at][0] != stride * have or size % have:
+            raise UnevenError
+        parts.insert(0, (min(axes[at][1], size // have), axes[at][2]))
+    return parts
 
 
 def stride_along(step: Step, size: int, place: Place, strides: tuple[int, ...]) -> int:
@@ -114,26 +192,25 @@ def stride_along(step: Step, size: int, place: Place, strides: tuple[int, ...]) 
     if step == STILL or size == 1:
         return 0
     by_key = step.key != 0
-    wanted = step.key if by_key else step.row
-    axes = sorted(
-        (
-            (own.key if by_key else own.row, count, stride)
-            for own, count, stride in zip(place.steps, place.shape, strides, strict=True)
-            if count > 1 and (own.key if by_key else own.row) > 0 and (own.row if by_key else own.key) == 0
-        ),
-        key=lambda axis: -axis[0],
+    return _step_of(size, step.key if by_key else step.row, _axes_along(by_key, place, strides))[0].row
+
+
+def memory_ahead(distance: int, by_key: bool, place: Place, strides: tuple[int, ...]) -> int:
+    """How far ahead in memory a tensor at `place` holds what is so many keys, or rows, ahead.
+
+    Raises:
+        UnevenError: it holds nothing there.
+    """
+    return _walk(distance, _axes_along(by_key, place, strides))[0].row if distance else 0
+
+
+def _axes_along(by_key: bool, place: Place, strides: tuple[int, ...]) -> list[tuple[int, int, Step]]:
+    """The axes that step through keys alone, or through rows alone, with their strides as steps."""
+    return _sort(
+        ((own.key, size, Step(stride, 0)) if by_key else (own.row, size, Step(stride, 0)))
+        for own, size, stride in zip(place.steps, place.shape, strides, strict=True)
+        if (own.row if by_key else own.key) == 0
     )
-    at = next((i for i, axis in enumerate(axes) if axis[0] <= wanted), None)
-    if at is None or wanted % axes[at][0]:
-        raise UnevenError
-    inner, capacity, stride = axes[at]
-    factor = wanted // inner
-    while (size - 1) * factor >= capacity:
-        at -= 1
-        if at < 0 or axes[at][0] != inner * capacity or axes[at][2] != stride * capacity:
-            raise UnevenError
-        capacity *= axes[at][1]
-    return stride * factor
 
 
 def swap(place: Place, queries: int, keys: int) -> Place:

@@ -23,7 +23,7 @@ class ScaleRecord:
         d_k: width of the head vectors, columns that are zero in all queries and keys left out.
         at_the_call: what multiplies q·kᵀ; None if it differs between heads or rows.
         before_the_call: what q and k were multiplied by after their projections, together; None if it cannot be told.
-        effective: the product of both; of the normalised vectors if `normalised`.
+        effective: the product of both; where `normalised`, of what multiplies the normalised vectors.
         normalised: whether q or k passes a norm after its projection.
         softcap: the soft cap of the scores.
         how: how `before_the_call` was obtained: "exact" (multiplied by numbers that were seen) or "lengths".
@@ -35,6 +35,7 @@ class ScaleRecord:
         logits_dtype: what the logits are rounded to before the softmax: of half precision those of a fused kernel stay
             in float32, those of a product that the model computes itself do not.
         call: which call of its module in a forward pass it is; None for a module that is called once.
+        after_the_norm: what normalised q and k were multiplied by since their norms, together; None if neither is.
     """
 
     layer: str
@@ -51,6 +52,7 @@ class ScaleRecord:
     dtype: str = "float32"
     logits_dtype: str = "float32"
     call: int | None = None
+    after_the_norm: float | None = None
 
     @property
     def path(self) -> str:
@@ -71,15 +73,16 @@ def read_scale(path: str, call: SeenCall) -> ScaleRecord:
         q, k = ratio_of(call.q, call.q_lineage, half), ratio_of(call.k, call.k_lineage, half)
         at_the_call, reasons = _read_factor(call)
     normalised = q.normalised or k.normalised
-    before, how = _join(q, k)
-    if before is None:
-        reasons += [f"{name}: {side.reason}" for name, side in (("q", q), ("k", k)) if side.reason is not None]
-    factor = 1.0 if normalised and before is None else before
+    factor, how = _join(q, k)
+    reasons += [f"{name}: {side.reason}" for name, side in (("q", q), ("k", k)) if side.reason is not None]
+    after_the_norm = factor if normalised else None
+    if factor is None and normalised and not (q.is_uneven or k.is_uneven):
+        factor = math.prod(side.numbers if side.factor is None else side.factor for side in (q, k))
     return ScaleRecord(
         path,
         dimension,
         at_the_call,
-        before,
+        None if normalised else factor,
         None if at_the_call is None or factor is None else at_the_call * factor,
         normalised,
         call.softcap,
@@ -88,6 +91,7 @@ def read_scale(path: str, call: SeenCall) -> ScaleRecord:
         call.on_the_mask,
         call.difference,
         *_name_dtypes(call),
+        after_the_norm=after_the_norm,
     )
 
 

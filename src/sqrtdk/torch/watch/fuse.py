@@ -18,7 +18,7 @@ from sqrtdk.torch.functional import attention, scaled_dot_product_attention
 from sqrtdk.torch.huggingface import attend
 from sqrtdk.torch.internals import without_modes
 from sqrtdk.torch.watch.lineage import ratio_of
-from sqrtdk.torch.watch.recognise import Candidate
+from sqrtdk.torch.watch.parts import Candidate
 from sqrtdk.torch.watch.seen import Seen
 from sqrtdk.torch.watch.session import Watch
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,8 +15,11 @@ from sqrtdk.call import OPEN_ABOVE, OPEN_BELOW
 from sqrtdk.statistics import AttentionStatistics
 from sqrtdk.torch.internals import WeakStorage, storage_address
 from sqrtdk.torch.watch.calls import SeenCall, four_axes
+from sqrtdk.torch.watch.coordinates import Spot, UnevenError
 from sqrtdk.torch.watch.lineage import Lineage
 from sqrtdk.torch.watch.projections import Projection
+from sqrtdk.torch.watch.scores import Side
+from sqrtdk.torch.watch.vectors import find_span
 
 Arguments = dict[str, Any]
 OWN = "sqrtdk::forward"
@@ -35,6 +39,36 @@ def _read_torch(given: Arguments) -> list[SeenCall]:
             last=0 if given.get("is_causal") else None,
         )
     ]
+
+
+def arrange(call: SeenCall, q: Side, k: Side) -> SeenCall:
+    """A call of four axes with heads where the projection has them: its second axis may be windows or sequences."""
+    span = find_span(q.trace, Spot.of(call.q), 1)
+    if span is not None or q.trace is None:
+        return replace(call, q_span=span, k_span=find_span(k.trace, Spot.of(call.k), 1))
+    lead = tuple(call.q.shape[:2])
+    try:
+        layout = q.trace.lay_out()
+        parts = [
+            part for size, stride in zip(lead, call.q.stride(), strict=False) for part in layout.divide(size, stride)
+        ]
+    except UnevenError:
+        return call
+    sizes = [size for size, _ in parts]
+    heads = [at for at, (_, step) in enumerate(parts) if step.key and not step.row]
+    order = [*(at for at in range(len(parts)) if at not in heads), *heads]
+    if tuple(call.k.shape[:2]) != lead or math.prod(sizes) != math.prod(lead):
+        return call
+
+    def show(x: Tensor) -> Tensor:
+        view = x.expand(*lead, -1, -1).reshape(*sizes, *x.shape[2:]).permute(*order, -2, -1)
+        batch = math.prod(sizes[at] for at in order[: len(order) - len(heads)])
+        return view.reshape(batch, -1, *x.shape[2:])
+
+    mask = call.mask
+    if mask is not None and mask.shape[:2] != (1, 1):
+        mask = show(mask)
+    return replace(call, q=show(call.q), k=show(call.k), mask=mask)
 
 
 def _read_own(given: Arguments) -> list[SeenCall]:

@@ -65,6 +65,9 @@ def _read_rows(call: SeenCall, chosen: list[tuple[int, int, int]]) -> list[Score
     rows: list[ScoreRow] = []
     heads, groups = call.q.shape[1], call.k.shape[1]
     for _, sequence, query in chosen:
+        if call.logits is not None:
+            rows.append(_read_row(call, call.logits[sequence, :, query].float(), sequence, query))
+            continue
         picked = (call.q[sequence, :, query].detach(), call.k[sequence].detach())
         q_HD, k_GSD = (x.float() if x.element_size() < 4 else x for x in picked)
         scores = torch.einsum("gid,gsd->gis", q_HD.reshape(groups, heads // groups, -1), k_GSD).flatten(0, 1)
@@ -90,7 +93,9 @@ def _read_row(call: SeenCall, scores_HS: Tensor, sequence: int, query: int) -> S
     if call.first is not None:
         visible &= at >= query + call.first
     added = None
-    if call.mask is not None:
+    if call.logits is not None:
+        visible = visible & (scores_HS > MASKED_BELOW).cpu().numpy()
+    elif call.mask is not None:
         mask = call.mask.detach()
         mask = mask[sequence if mask.shape[0] > 1 else 0, :, query if mask.shape[2] > 1 else 0]
         if mask.dtype == torch.bool:

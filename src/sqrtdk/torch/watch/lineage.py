@@ -1,15 +1,15 @@
-"""From which projection a query or key came, and by what its vectors were multiplied since.
+"""Lineage of queries and keys: their projection, and what multiplied their vectors since.
 
 A projection's output is followed by its memory. Copies and multiplications by one number are exact. Through anything
-else (rotation, norm, a scale per head) only the lengths of the vectors are kept: a rotation leaves them, a constant
-factor multiplies all of them alike, a norm does not.
+else (rotation, a scale per head) only the lengths of the vectors are kept: a rotation leaves them, a constant factor
+multiplies all of them alike. After a norm the vectors are followed anew: what multiplies them from there on is a gain.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,12 +39,13 @@ class Piece(NamedTuple):
         return start <= first and last <= end and size < whole
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Lineage:
     """What is known of a tensor: `name` of the projection, its input, the factor since, or pieces of it.
 
-    Exact, every entry is an entry of the projection's output times `factor`; with `pieces` the lengths of its vectors
-    tell; else it was `changed_by` something after which they tell nothing.
+    `factor` is the product of the numbers that it was multiplied by. Exact, every entry is an entry of the projection's
+    output times that; with `pieces` the lengths of its vectors tell; else it was `changed_by` something after which
+    they tell nothing. `normalised`, all this holds from its last norm on.
     """
 
     name: str
@@ -65,6 +66,11 @@ class Lineage:
     fresh: bool = False
     # The one product that it comes from.
     projection: Projection | None = None
+    # Of the product among all that were seen, and of the module's call in which it was normalised.
+    number: int = 0
+    normalised_in: int = 0
+    # Learnt tensors that it was multiplied by, an entry for each column or head.
+    gains: tuple[Tensor, ...] = ()
 
     @property
     def is_lost(self) -> bool:
@@ -72,20 +78,46 @@ class Lineage:
         return not self.is_exact and not self.pieces
 
     def times(self, factor: float) -> Lineage:
-        """After a multiplication by one number."""
-        return replace(self, factor=self.factor * factor)
+        """After a multiplication by one number; lengths, if they are known, will tell it as well."""
+        return self._with(factor=self.factor * factor, fresh=False)
 
-    def lost(self, operation: str, *, normalised: bool = False, reduced: bool = False) -> Lineage:
-        """After something that no factor describes: a sum with another tensor, a norm, a power."""
+    def gain(self, gain: Tensor) -> Lineage:
+        """After a multiplication by something learnt."""
+        return self._with(gains=(*self.gains, gain), fresh=False)
+
+    def _with(self, **changes: Any) -> Lineage:
+        """Like dataclasses.replace, in a fifth of its time."""
+        changed = object.__new__(Lineage)
+        changed.__dict__.update(self.__dict__, **changes)
+        return changed
+
+    def norm(self, frame: int) -> Lineage:
+        """After a norm of its vectors in a module's call of this number, with the gain that is part of the norm."""
         return Lineage(
             self.name,
             self.sources,
+            normalised=True,
+            is_projection=self.is_projection,
+            projection=self.projection,
+            number=self.number,
+            normalised_in=frame,
+        )
+
+    def lost(self, operation: str, *, reduced: bool = False) -> Lineage:
+        """After something that no factor describes: a sum with another tensor, a power."""
+        return Lineage(
+            self.name,
+            self.sources,
+            self.factor,
             is_exact=False,
-            normalised=self.normalised or normalised,
+            normalised=self.normalised,
             reduced=self.reduced or reduced,
             changed_by=tuple(dict.fromkeys([*self.changed_by, operation])),
             is_projection=self.is_projection,
             projection=self.projection,
+            number=self.number,
+            normalised_in=self.normalised_in,
+            gains=self.gains,
         )
 
 
@@ -98,9 +130,13 @@ def piece_of(tensor: Tensor, lineage: Lineage) -> tuple[Piece, ...]:
     shown = torch.view_as_real(tensor).flatten(-2) if tensor.is_complex() else tensor
     first = int(shown.storage_offset())
     last = first + sum((size - 1) * stride for size, stride in zip(shown.shape, shown.stride(), strict=True))
-    wide = torch.promote_types(shown.dtype, torch.float32)
-    lengths = torch.linalg.vector_norm(shown.detach(), dim=-1, dtype=wide)
-    return (Piece(lengths, shown.shape[-1], lineage.factor, (WeakStorage(shown), first, last), lineage.name),)
+    memory = (WeakStorage(shown), first, last)
+    return (Piece(_lengths_of(shown), shown.shape[-1], lineage.factor, memory, lineage.name),)
+
+
+def _lengths_of(x: Tensor) -> Tensor:
+    lengths: Tensor = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
+    return lengths
 
 
 def merge(inputs: list[tuple[Tensor, Lineage]], operation: str) -> Lineage:
@@ -119,6 +155,7 @@ def merge(inputs: list[tuple[Tensor, Lineage]], operation: str) -> Lineage:
     return Lineage(
         name,
         frozenset().union(*(lineage.sources for lineage in whole)),
+        one.factor,
         pieces=kept,
         is_exact=False,
         normalised=any(lineage.normalised for lineage in whole),
@@ -127,6 +164,9 @@ def merge(inputs: list[tuple[Tensor, Lineage]], operation: str) -> Lineage:
         is_projection=all(lineage.is_projection for _, lineage in inputs),
         parts=one.parts if len(inputs) == 1 else (),
         projection=_common_projection(whole),
+        number=one.number,
+        normalised_in=one.normalised_in,
+        gains=one.gains,
     )
 
 
@@ -143,32 +183,63 @@ def join(tensors: list[Tensor], lineages: list[Lineage | None], axis: int) -> Li
     known = [(tensor, lineage) for tensor, lineage in zip(tensors, lineages, strict=True) if lineage is not None]
     if not known:
         return None
-    joined = merge(known, "cat")
+    first = known[0][1]
+    if len(known) == len(tensors) and all(_is_like(first, lineage) for _, lineage in known):
+        return replace(first, fresh=False)
     if axis == tensors[0].ndim - 1:
-        parts = tuple(
-            (tensor.shape[-1], lineage if lineage is None else merge([(tensor, lineage)], "cat"))
-            for tensor, lineage in zip(tensors, lineages, strict=True)
+        pairs = list(zip(tensors, lineages, strict=True))
+        own = [(x, lineage if lineage is None else merge([(x, lineage)], "cat")) for x, lineage in pairs]
+        joined = merge([(x, lineage) for x, lineage in own if lineage is not None], "cat")
+        return replace(joined, parts=tuple((x.shape[-1], lineage) for x, lineage in own))
+    joined = merge(known, "cat")
+    whole = len(known) == len(tensors)
+    pieces = [piece_of(tensor, lineage if whole else _settle(tensor, lineage)) for tensor, lineage in known]
+    if all(len(own) == 1 for own in pieces) and len({own[0].width for own in pieces}) == 1:
+        piece = pieces[0][0]
+        lengths = [(own[0].lengths * (piece.factor / own[0].factor)).flatten() for own in pieces]
+        # Keys from elsewhere (learnt, or of a prefix) are followed with the others: what becomes of all of them counts.
+        others = [tensor for tensor, lineage in zip(tensors, lineages, strict=True) if lineage is None]
+        lengths += [_lengths_of(tensor).flatten() for tensor in others if tensor.shape[-1] == piece.width]
+        return replace(
+            joined, pieces=(Piece(torch.cat(lengths), piece.width, piece.factor, (None, 0, -1), piece.name),)
         )
-        return replace(joined, parts=parts)
-    lengths = [(piece_of(tensor, lineage), tensor.shape[-1]) for tensor, lineage in known]
-    if all(len(pieces) == 1 for pieces, _ in lengths) and len({pieces[0].width for pieces, _ in lengths}) == 1:
-        first = lengths[0][0][0]
-        joined_lengths = torch.cat([(p[0].lengths * (first.factor / p[0].factor)).flatten() for p, _ in lengths])
-        return replace(joined, pieces=(Piece(joined_lengths, first.width, first.factor, (None, 0, -1), first.name),))
     return joined
 
 
+def _is_like(one: Lineage, other: Lineage) -> bool:
+    """Whether both are parts of one projection's output, changed alike and exactly known."""
+    if not (one.is_exact and other.is_exact and one.projection is other.projection) or other.parts:
+        return False
+    if [id(gain) for gain in one.gains] != [id(gain) for gain in other.gains]:
+        return False
+    return all(getattr(one, name) == getattr(other, name) for name in ("number", "name", "factor", "normalised"))
+
+
+def _settle(tensor: Tensor, lineage: Lineage) -> Lineage:
+    """The lineage with the factor that its vectors have now, if they tell one: what joins them has none."""
+    if lineage.is_exact or len(lineage.pieces) != 1 or tensor.ndim != 4:
+        return lineage
+    ratio = _compare(tensor, lineage, 1.0)
+    return lineage if ratio.factor is None else replace(lineage, is_exact=True, factor=ratio.factor, pieces=())
+
+
 class Ratio(NamedTuple):
-    """By what vectors were multiplied since their projection; None with a reason where there is no one number."""
+    """By what vectors were multiplied since their projection or norm; None with a reason where there is no one number.
+
+    `is_uneven` tells that it was measured and differs between vectors or columns; `numbers` are those that were seen to
+    multiply them, whatever else did.
+    """
 
     factor: float | None
     how: str
     reason: str | None = None
     normalised: bool = False
+    is_uneven: bool = False
+    numbers: float = 1.0
 
 
 def ratio_of(x_BHLD: Tensor, lineage: Lineage | None, folded: float = 1.0) -> Ratio:
-    """The factor between a projection's output and the queries or keys of a call.
+    """The factor between a projection's output, or what a norm made of it, and the queries or keys of a call.
 
     Args:
         x_BHLD: the queries or keys.
@@ -177,12 +248,38 @@ def ratio_of(x_BHLD: Tensor, lineage: Lineage | None, folded: float = 1.0) -> Ra
     """
     if lineage is None:
         return Ratio(None, "", "no projection was seen before it")
+    ratio = _with_gains(_ratio_of(x_BHLD, lineage, folded), lineage.gains)
+    if not (lineage.normalised or ratio.normalised):
+        return ratio
+    since = (
+        "" if ratio.factor is None or abs(ratio.factor - 1.0) < 1e-4 else f" and multiplied by {ratio.factor:.4g} since"
+    )
+    part = "a part of it" if not lineage.normalised else "it"
+    reason = f"{part} is normalised after its projection{since}"
+    return ratio._replace(
+        normalised=True,
+        reason=reason if ratio.reason is None else f"{reason}; from there on {ratio.reason}",
+        numbers=lineage.factor / folded,
+    )
+
+
+def _with_gains(ratio: Ratio, gains: tuple[Tensor, ...]) -> Ratio:
+    """The ratio together with what is learnt: one number if all of its entries are the same."""
+    for gain in gains:
+        least, largest = float(gain.min()), float(gain.max())
+        if largest - least > 1e-4 * abs(largest):
+            reason = f"its entries are multiplied by {least:.4g} to {largest:.4g}, which is learnt"
+            return Ratio(None, "", reason, ratio.normalised, True)
+        ratio = ratio._replace(factor=None if ratio.factor is None else ratio.factor * largest)
+    return ratio
+
+
+def _ratio_of(x_BHLD: Tensor, lineage: Lineage, folded: float) -> Ratio:
     if lineage.is_exact:
         return Ratio(lineage.factor / folded, "exact")
-    if lineage.normalised:
-        return Ratio(None, "", "it is normalised after its projection", True)
     if lineage.is_lost:
-        return Ratio(None, "", f"it is changed after its projection ({', '.join(lineage.changed_by)})")
+        since = "" if lineage.normalised else " after its projection"
+        return Ratio(None, "", f"it is changed{since} ({', '.join(lineage.changed_by)})")
     if lineage.parts and sum(width for width, _ in lineage.parts) == x_BHLD.shape[-1]:
         by_parts = _ratio_of_parts(x_BHLD, lineage.parts, folded)
         if by_parts.factor is not None or by_parts.normalised:
@@ -200,22 +297,23 @@ def _ratio_of_parts(x_BHLD: Tensor, parts: tuple[tuple[int, Lineage | None], ...
         start += width
         if lineage is not None or bool(part.any()):  # else columns of padding
             ratios.append((width, ratio_of(part, lineage, folded)))
-    if any(ratio.normalised for _, ratio in ratios):
-        return Ratio(None, "", "a part of it is normalised after its projection", True)
+    normalised = any(ratio.normalised for _, ratio in ratios)
+    if normalised and not all(ratio.normalised for _, ratio in ratios):
+        return Ratio(None, "", None, True)
     known = [(width, ratio.factor) for width, ratio in ratios if ratio.factor is not None]
     if len(known) < len(ratios) or not known:
         reason = next((ratio.reason for _, ratio in ratios if ratio.reason), "no projection was seen before it")
-        return Ratio(None, "", f"of a part of its columns: {reason}")
+        return Ratio(None, "", f"of a part of its columns: {reason}", normalised)
     factors = [factor for _, factor in known]
     if max(factors) - min(factors) > 1e-3 * abs(max(factors)):
         by_part = " and ".join(f"{factor:.4g} ({width} columns)" for width, factor in known)
-        return Ratio(None, "", f"its parts are multiplied by {by_part}")
-    return Ratio(factors[0], "lengths")
+        return Ratio(None, "", f"its parts are multiplied by {by_part}", normalised, True)
+    return Ratio(factors[0], "lengths", None, normalised)
 
 
 def _compare(x_BHLD: Tensor, lineage: Lineage, folded: float) -> Ratio:
     wide = torch.promote_types(x_BHLD.dtype, torch.float32)
-    now = torch.linalg.vector_norm(x_BHLD.detach(), dim=-1, dtype=wide) / folded
+    now = _lengths_of(x_BHLD) / folded
     before = _put_together(lineage.pieces)
     changed = ", ".join(lineage.changed_by)
     if before is None:
@@ -238,8 +336,9 @@ def _compare(x_BHLD: Tensor, lineage: Lineage, folded: float) -> Ratio:
     least, largest = float(ratios.min()), float(ratios.max())
     resolution = max(float(torch.finfo(lengths.dtype).eps), float(torch.finfo(x_BHLD.dtype).eps))
     if not math.isfinite(largest) or largest - least > max(_SPREAD * resolution, 1e-4) * largest:
-        reason = f"its vectors are multiplied by {least:.4g} to {largest:.4g} after their projection ({changed})"
-        return Ratio(None, "", reason)
+        since = "norm" if lineage.normalised else "projection"
+        reason = f"its vectors are multiplied by {least:.4g} to {largest:.4g} after their {since} ({changed})"
+        return Ratio(None, "", reason, is_uneven=True)
     return Ratio(factor * float(ratios.median()), "lengths")
 
 

@@ -1,4 +1,4 @@
-"""What is known about tensors, by the memory they lie in; nothing is kept alive by knowing about it."""
+"""Facts about tensors, by the memory they lie in; no tensor is kept alive by a fact."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from sqrtdk.torch.internals import WeakStorage, storage_address
 from sqrtdk.torch.watch.lineage import Lineage
-from sqrtdk.torch.watch.scores import Product, Scores
+from sqrtdk.torch.watch.scores import Factors, Product, Scores
+from sqrtdk.torch.watch.vectors import Trace
 
 # Operations between two looks at what has gone.
 _BETWEEN = 64
@@ -22,10 +23,12 @@ class Fact:
 
     weak: WeakStorage
     scores: Scores | None = None
-    candidate: Any = None
+    candidates: tuple[Any, ...] = ()
     lineage: Lineage | None = None
-    # Batch and heads of a tensor [B·H, L, D] that was [B, H, L, D].
-    split: tuple[int, int] | None = None
+    trace: Trace | None = None
+    # Two tensors that were multiplied entry by entry: summed up, they are scores.
+    factors: Factors | None = None
+    is_pair: bool = False
     # What torch's own attention multiplied it by.
     folded: float = 1.0
     # Made from learnt tensors alone: a copy in another dtype, a dequantised weight.
@@ -62,8 +65,9 @@ class Memory:
         tensor: Tensor,
         *,
         scores: Scores | None = None,
-        candidate: Any = None,
+        candidates: tuple[Any, ...] = (),
         lineage: Lineage | None = None,
+        trace: Trace | None = None,
     ) -> None:
         """Note what a tensor's memory now holds, in place of what was known."""
         address = storage_address(tensor)
@@ -72,18 +76,19 @@ class Memory:
         self._written += 1
         if self._written >= _BETWEEN:
             self.purge()
-        fact = self.look_up(tensor)
-        if fact is None:
-            if scores is None and candidate is None and lineage is None:
+        fact = self._facts.get(address)
+        if fact is None or fact.weak.is_gone():
+            if scores is None and not candidates and lineage is None:
                 return
             fact = self._facts[address] = Fact(WeakStorage(tensor))
-        fact.scores, fact.candidate, fact.lineage = scores, candidate, lineage
+        fact.scores, fact.candidates, fact.lineage = scores, candidates, lineage
+        fact.trace, fact.factors, fact.is_pair = trace, None, False
         fact.folded, fact.is_learnt, fact.origin = 1.0, False, None
         if scores is not None:
             scores.product.addresses.append(address)
 
     def note(self, tensor: Tensor, **known: Any) -> None:
-        """Note, beside what is known, one of the smaller things: `split`, `folded`, `is_learnt`, `origin`."""
+        """Note, beside what is known, one more field of the fact."""
         address = storage_address(tensor)
         fact = self.look_up(tensor)
         if fact is None and address:
@@ -120,5 +125,6 @@ class Memory:
     def end_call(self) -> None:
         """After a call of the model: only where cached keys came from, and cast weights, are still of use."""
         for fact in self._facts.values():
-            fact.scores = fact.candidate = None
+            fact.scores = fact.factors = fact.trace = None
+            fact.candidates = ()
         self.purge(lambda fact: fact.lineage is not None or fact.is_learnt)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -68,13 +68,13 @@ class CallCounter:
     """Counts the calls of each module that compute attention, within one forward pass."""
 
     def __init__(self) -> None:
-        self._numbers: dict[str, dict[int, int]] = {}
+        self._numbers: dict[str, dict[Hashable, int]] = {}
 
     def restart(self) -> None:
         """Begin with another forward pass."""
         self._numbers.clear()
 
-    def find(self, path: str, number: int) -> LayerKey:
+    def find(self, path: str, number: Hashable) -> LayerKey:
         """The layer of a module's call, whose number no other running call has; beyond the last, the last."""
         calls = self._numbers.setdefault(path, {})
         return LayerKey(path, min(calls.setdefault(number, len(calls)), MOST_CALLS - 1))

@@ -1,22 +1,40 @@
-"""What each of torch's operations means for scores, weights and projections that are being followed."""
+"""Meaning of each of torch's operations for the scores, weights and projections that are followed."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from sqrtdk.torch.internals import bind, operator_name
-from sqrtdk.torch.watch.coordinates import STILL, Layout, Place, UnevenError
-from sqrtdk.torch.watch.scores import Done, Scores, Term
+from sqrtdk.torch.internals import bind, storage_address, without_modes
+from sqrtdk.torch.watch.calls import MASKED_BELOW
+from sqrtdk.torch.watch.changes import CHANGES, change
+from sqrtdk.torch.watch.coordinates import STILL, Place, UnevenError
+from sqrtdk.torch.watch.following import (
+    COLUMNWISE,
+    NORMS,
+    POWERS,
+    REDUCTIONS,
+    SELECTIONS,
+    WRITES,
+    Known,
+    follow,
+    follow_join,
+    move,
+    resample,
+)
+from sqrtdk.torch.watch.lineage import Lineage
+from sqrtdk.torch.watch.parts import Candidate
+from sqrtdk.torch.watch.products import see_factors, see_filter, see_product, see_sum, see_weighted
+from sqrtdk.torch.watch.scores import Scores, Term
 
 if TYPE_CHECKING:
     from sqrtdk.torch.watch.recognise import Recogniser
-
-
-def _plain(name: str) -> str:
-    return name.removeprefix("aten::").removesuffix("_")
 
 
 def _tensors(args: Any) -> list[Tensor]:
@@ -29,141 +47,188 @@ def _tensors(args: Any) -> list[Tensor]:
     return flat
 
 
-def _see_product(watcher: Recogniser, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-    name = _plain(operator_name(func))
-    given = bind(func, args, kwargs)
+def _see_product(watcher: Recogniser, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:
     if name in ("mm", "bmm"):
-        watcher.see_product(given["self"], given["mat2"], result)
-    elif name == "baddbmm":
-        watcher.see_product(
-            given["batch1"], given["batch2"], result, float(given["alpha"]), given["self"], float(given["beta"])
-        )
-    elif name == "addmm":
-        watcher.see_product(
-            given["mat1"], given["mat2"], result, float(given["alpha"]), given["self"], float(given["beta"])
-        )
+        see_product(watcher, args[0], args[1], result)
+        return
+    given = bind(func, args, kwargs)
+    if name == "mv":
+        # A vector is a matrix of one column; with a learnt matrix it is a projection of it.
+        if watcher.is_learnt(given["self"]):
+            see_product(watcher, given["vec"][None], given["self"].t(), result[None])
+        else:
+            see_product(watcher, given["self"], given["vec"][:, None], result[:, None])
+    else:
+        one, other = ("batch1", "batch2") if name == "baddbmm" else ("mat1", "mat2")
+        alpha, beta = float(given["alpha"]), float(given["beta"])
+        see_product(watcher, given[one], given[other], result, alpha, given["self"], beta)
 
 
-def _see_softmax(watcher: Recogniser, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+def _see_softmax(watcher: Recogniser, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:
     x, axis = args[0], args[1]
     if x.ndim >= 3 or watcher.memory.look_up(x) is not None:
-        watcher.see_softmax(x, axis, result, func is torch.ops.aten._safe_softmax.default)
+        watcher.see_softmax(x, axis, result, name == "_safe_softmax")
 
 
-def _see_view(watcher: Recogniser, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-    x = args[0]
-    if x.ndim == 4 and result.ndim == 3 and result.shape[0] == x.shape[0] * x.shape[1]:
-        watcher.memory.note(result, split=(x.shape[0], x.shape[1]))
-
-
-def _see_elementwise(watcher: Recogniser, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+def _see_elementwise(watcher: Recogniser, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:
     output = result[0] if isinstance(result, tuple | list) else result
     if not isinstance(output, Tensor):
         return
-    _carry_on(watcher, func, args, kwargs, output)
+    tensors = _tensors(args)
+    known = _look_up_all(watcher, tensors)
+    folded = known[0][1].folded if known and known[0][0] is args[0] else 1.0
+    origin = watcher.memory.origin_of(args[0]) if name in ("clone", "_to_copy") else None
+    if known and (output.is_floating_point() or output.is_complex()):
+        _carry_on(watcher, name, func, args, kwargs, tensors, known, output)
+    elif watcher.memory.look_up(output) is not None:
+        watcher.memory.write(output)  # written in place by something unknown
     # Models multiply by numbers with the overload for tensors; this one comes from inside torch's own attention.
     if func is torch.ops.aten.mul.Scalar:
         watcher.memory.note(output, folded=float(args[1]))
-    elif func in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default) and output.is_floating_point():
-        fact = watcher.memory.look_up(args[0])
-        folded = 1.0 if fact is None else fact.folded
-        watcher.memory.note(output, folded=folded, origin=watcher.memory.origin_of(args[0]))
+    elif origin is not None and output.is_floating_point():
+        watcher.memory.note(output, folded=folded, origin=origin)
 
 
-def _carry_on(watcher: Recogniser, func: Any, args: Any, kwargs: Any, output: Tensor) -> None:
+def _look_up_all(watcher: Recogniser, tensors: list[Tensor]) -> list[Known]:
+    look_up = watcher.memory.look_up
+    return [(tensor, fact) for tensor in tensors if (fact := look_up(tensor)) is not None]
+
+
+def _carry_on(
+    watcher: Recogniser,
+    name: str,
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    tensors: list[Tensor],
+    known: list[Known],
+    output: Tensor,
+) -> None:
     """An operation entry by entry: what was known about an input holds, changed, for the output."""
-    name = _plain(operator_name(func))
-    tensors = _tensors(args)
-    facts = [(tensor, fact) for tensor in tensors if (fact := watcher.memory.look_up(tensor)) is not None]
-    scored = [(tensor, fact.scores) for tensor, fact in facts if fact.scores is not None]
-    candidate = next((fact.candidate for _, fact in facts if fact.candidate is not None), None)
-    if scored:
-        given = bind(func, args, kwargs)
-        if name == "div" and _judge_division(watcher, scored, given, output):
+    scored = [(tensor, fact.scores) for tensor, fact in known if fact.scores is not None]
+    if scored and _carry_scores(watcher, name, bind(func, args, kwargs), scored, known, output):
+        return
+    if name == "sum" and (known[0][1].factors is not None or known[0][1].is_pair):
+        axes = args[1] if len(args) > 1 else None
+        if isinstance(axes, list | tuple) and len(axes) == 1 and see_sum(watcher, *known[0], axes[0], output):
             return
-        projected = [id(tensor) for tensor, fact in facts if fact.lineage is not None or fact.scores is not None]
-        for x, scores in scored:
-            after = _change(name, x, scores, given, output, projected)
-            if after is not None:
-                watcher.memory.write(output, scores=after)
-                return
-    if candidate is not None:
-        watcher.memory.write(output, candidate=candidate if output.ndim >= 2 else None)
-    elif any(fact.lineage is not None for _, fact in facts):
-        _follow(watcher, name, args, tensors, output)
+    candidates = _candidates_of(known)
+    if candidates:
+        _carry_candidates(watcher, name, candidates, tensors, known, output)
+        return
+    if any(fact.lineage is not None for _, fact in known):
+        follow(watcher, name, args, tensors, known, output)
+        if name == "mul" and len(known) == 2:
+            see_factors(watcher, known, output)
     elif watcher.memory.look_up(output) is not None:
-        watcher.memory.write(output)  # written in place by something unknown
+        watcher.memory.write(output)
+    if scored and name == "logsumexp" and isinstance(lineage := scored[0][1].product.q.lineage, Lineage):
+        # The normaliser of rows, by which blocks of them are put together: no scores.
+        watcher.memory.write(output, lineage=lineage.lost(name))
+    elif scored and name not in REDUCTIONS:
+        _derive(watcher, name, *scored[0], output)
 
 
-def _change(
-    name: str, x: Tensor, scores: Scores, given: dict[str, Any], output: Tensor, projected: list[int]
-) -> Scores | None:
-    """The scores after one operation; None if what comes out are no scores any more."""
-    if name in _REDUCTIONS:
-        if name == "sum" and scores.stage == "exp":
-            return Scores(
-                scores.product, Layout.of(output, Place(tuple(output.shape), (STILL,) * output.ndim)), stage="sum"
-            )
-        return None
-    if scores.stage == "sum":
-        return scores.then(output, Place(tuple(output.shape), (STILL,) * output.ndim))
-    if name not in _CHANGES:
-        return None
-    try:
-        place = scores.layout.locate(x if x.shape == output.shape else x.expand(output.shape))
-    except UnevenError:
-        return None
-    if name in _COPIES:
-        return scores.then(output, place)
+def _carry_scores(
+    watcher: Recogniser,
+    name: str,
+    given: dict[str, Any],
+    scored: list[tuple[Tensor, Scores]],
+    known: list[Known],
+    output: Tensor,
+) -> bool:
+    """Whether scores are scores still, or were divided by their sum."""
+    scored.sort(key=lambda pair: not pair[1].is_mixed)
+    if name == "div" and _judge_division(watcher, scored, given, output):
+        return True
+    projected = [id(tensor) for tensor, fact in known if fact.lineage or fact.scores or fact.candidates]
+    # A copy holds what it was given, not what was there.
+    for x, scores in scored if name != "copy" else [pair for pair in scored if pair[0] is given["src"]]:
+        after = change(name, x, scores, given, output, projected)
+        if after is not None:
+            watcher.memory.write(output, scores=after)
+            return True
+    return False
+
+
+def _candidates_of(known: list[Known]) -> tuple[Candidate, ...]:
+    return tuple(dict.fromkeys(candidate for _, fact in known for candidate in fact.candidates))
+
+
+def _carry_candidates(
+    watcher: Recogniser,
+    name: str,
+    candidates: tuple[Candidate, ...],
+    tensors: list[Tensor],
+    known: list[Known],
+    output: Tensor,
+) -> None:
+    """Weights stay weights, whatever is done to them entry by entry, until they meet values."""
     if name == "exp":
-        return scores.then(output, place, stage="exp") if scores.stage == "logits" else None
-    if name == "tanh":
-        return scores.then(output, place, Done("tanh", None))
-    if name in ("mul", "div", "add", "sub"):
-        return _change_by(name, x, scores, place, given, output, projected)
-    if name == "masked_fill":
-        hidden = Term(given["mask"].expand(output.shape), place)
-        value = given["value"]
-        value = float(value) if scores.stage == "logits" else (-torch.inf if float(value) == 0 else 0.0)
-        return scores.then(output, place, Done("fill", hidden, value))
-    if name == "where":
-        kept = given["condition"].expand(output.shape)
-        is_first = given["self"] is x
-        other = given["other"] if is_first else given["self"]
-        hidden = Term(kept.logical_not() if is_first else kept, place)
-        return scores.then(output, place, Done("fill", hidden, Term(other.expand(output.shape), place)))
-    if name in _LIMITS:
-        return scores.then(output, place)
-    return None
+        for candidate in candidates:
+            candidate.is_softmax |= candidate.needs_exponential
+            candidate.needs_exponential = False
+    if name == "mul" and see_weighted(watcher, candidates, tensors, output):
+        return
+    kept = candidates if output.ndim >= 2 else ()
+    watcher.memory.write(output, candidates=kept, trace=move(known, output) if kept else None)
 
 
-def _change_by(
-    name: str, x: Tensor, scores: Scores, place: Place, given: dict[str, Any], output: Tensor, projected: list[int]
-) -> Scores | None:
-    """The scores after they met a number or a tensor."""
-    is_first = given["self"] is x
-    other = given["other"] if is_first else given["self"]
-    if isinstance(other, Tensor):
-        by: float | Term = Term(other.expand(output.shape), place, id(other) in projected)
-    else:
-        by = float(other)
+def _derive(watcher: Recogniser, name: str, x: Tensor, scores: Scores, output: Tensor) -> None:
+    """Note that entries were made from scores by something else than a softmax: with values they may be attention."""
+    if scores.stage == "sum" or output.shape != x.shape or name in NORMS:
+        return
     if scores.stage == "exp":
-        if name in ("mul", "div") and not (isinstance(by, Term) and by.varies_along_keys()):
-            return scores.then(output, place)  # the same for all keys of a row: it cancels in the division
-        if name == "mul" and isinstance(by, Term):
-            hidden = Term((by.tensor == 0), place)
-            return scores.then(output, place, Done("fill", hidden, -torch.inf))
-        return None
-    if name in ("add", "sub"):
-        sign = float(given.get("alpha", 1.0)) * (-1.0 if name == "sub" else 1.0)
-        if not is_first and name == "sub":
-            return scores.then(output, place, Done("multiply", -float(given.get("alpha", 1.0))), Done("add", by))
-        return scores.then(output, place, Done("add", by, sign))
-    if name == "div" and not is_first:
-        return None
-    if name == "div" and given.get("rounding_mode") is not None:
-        return None
-    return scores.then(output, place, Done("multiply" if name == "mul" else "divide", by))
+        reason = f"exponentials of its scores pass {name} and are not divided by their sum"
+    elif name in CHANGES:
+        return  # a product that was added to something, as to a residual stream, and is none of scores
+    else:
+        reason = f"its scores pass {name} instead of a softmax"
+    candidate = Candidate(scores.product.stack, 0, 0, reason=reason, is_softmax=False)
+    watcher.memory.note(output, candidates=(candidate,), trace=scores.trace.move(x, output))
+
+
+@lru_cache(maxsize=1024)
+def _kind_of(name: str) -> str:
+    """What an operation that nobody described seems to be, by its name: "apart" if it makes nothing of its inputs."""
+    if re.search(r"_like|new_|empty|zeros|ones|full|rand|bernoulli|arange|_nested_get", name):
+        return "apart"
+    return "filter" if re.search(r"linear|mm|matmul|conv|gem[mv]", name) else "other"
+
+
+def see_unknown(watcher: Recogniser, name: str, args: Any, result: Any) -> None:
+    """An operation that nobody described: weights stay weights, vectors are lost from sight."""
+    kind = _kind_of(name)
+    if kind == "apart":
+        return
+    tensors = _tensors(args)
+    if kind == "filter":
+        if isinstance(result, Tensor) and tensors:
+            see_filter(watcher, name, args, result)
+        return
+    known = _look_up_all(watcher, tensors)
+    if not known:
+        return
+    plain = name.removeprefix("aten::").removesuffix("_")
+    candidates = _candidates_of(known)
+    for output in _tensors([result]):
+        address = storage_address(output)
+        is_view = not name.endswith("_") and any(storage_address(tensor) == address for tensor in tensors)
+        if is_view or not output.is_floating_point():
+            continue
+        scored = next(((tensor, fact.scores) for tensor, fact in known if fact.scores is not None), None)
+        lineages = {fact.lineage.number: fact.lineage for _, fact in known if fact.lineage is not None}
+        if candidates:
+            kept = candidates if output.ndim >= 2 else ()
+            watcher.memory.write(output, candidates=kept, trace=move(known, output) if kept else None)
+        elif lineages:
+            lost = next(iter(lineages.values())).lost(plain)
+            # Made from several, it may be scores.
+            lost = replace(lost, is_projection=lost.is_projection and len(lineages) == 1)
+            trace = move(known, output) or resample(*known[0], output)
+            watcher.memory.write(output, lineage=lost, trace=trace)
+        if scored is not None and not candidates:
+            _derive(watcher, plain, *scored, output)
 
 
 def _judge_division(
@@ -177,116 +242,110 @@ def _judge_division(
     if given["self"] is not x or total.ndim != x.ndim:
         return False
     axis = next((i for i, size in enumerate(x.shape) if total.shape[i] != size), x.ndim - 1)
-    watcher.memory.write(output, candidate=watcher.judge(scores, x, output, axis))
+    trace = scores.trace.move(x, output)
+    candidate = watcher.judge(scores, x, output, axis)
+    watcher.memory.write(output, candidates=() if candidate is None else (candidate,), trace=trace)
     return True
 
 
-def _follow(watcher: Recogniser, name: str, args: Any, tensors: list[Tensor], output: Tensor) -> None:
-    """What becomes of a projection's output."""
-    memory = watcher.memory
-    first = memory.lineage_of(tensors[0])
-    if name in ("copy", "index_copy", "index_put", "slice_scatter"):
-        source = next((one for one in tensors[1:] if memory.lineage_of(one) is not None), None)
-        if source is None:
-            return
-        lineage = memory.lineage_of(source)
-        first_column = _read_columns(output) if name == "copy" else None
-        if first_column is not None:
-            watcher.follow_columns(output, source, first_column)
-        elif name == "copy" and output.numel() == _count_stored(output):
-            memory.write(output, lineage=lineage)
-        else:  # keys written into a cache
-            watcher.follow_join(output, [one for one in (tensors[0], source) if memory.lineage_of(one)], 0)
-        return
-    if first is not None and first.is_exact and len(args) > 0 and args[0] is tensors[0]:
-        if name in _COPIES or name in _LIMITS or name in _SELECTIONS:
-            memory.write(output, lineage=first)
-            return
-        if name in ("mul", "div") and len(args) > 1:
-            factor = _as_number(args[1])
-            if factor:
-                memory.write(output, lineage=first.times(factor if name == "mul" else 1.0 / factor))
-                return
-        if name == "add" and len(tensors) > 1 and watcher.is_bias(tensors[1], output):
-            memory.write(output, lineage=watcher.add_bias(first, tensors[1]))
-            return
-    if name == "mul" and len(tensors) == 2 and first is None:
-        second = memory.lineage_of(tensors[1])
-        factor = _as_number(tensors[0])
-        if second is not None and second.is_exact and factor:
-            memory.write(output, lineage=second.times(factor))
-            return
-    if first is not None and (name in _NORMS or name in _REDUCTIONS or name in _POWERS):
-        # The length of a vector is one number; divided by it, the vector will be found to be normalised.
-        is_norm = name in _NORMS and output.shape == tensors[0].shape
-        is_number = name in _REDUCTIONS or (name in _NORMS and not is_norm)
-        memory.write(output, lineage=first.lost(name, normalised=is_norm, reduced=is_number))
-    else:
-        watcher.follow(output, tensors, name)
-
-
-def _count_stored(tensor: Tensor) -> int:
-    return tensor.untyped_storage().nbytes() // tensor.element_size()
-
-
-def _read_columns(written: Tensor) -> int | None:
-    """The first column that was written, if it was some columns of all vectors in a storage."""
-    if written.ndim < 2 or written.stride(-1) != 1 or not written.numel():
-        return None
-    apart = [stride for stride, size in zip(written.stride()[:-1], written.shape[:-1], strict=True) if size > 1]
-    width = min(apart, default=0)
-    if width <= written.shape[-1] or written.numel() // written.shape[-1] * width != _count_stored(written):
-        return None
-    return int(written.storage_offset()) % width
-
-
-def _as_number(value: Any) -> float | None:
-    """A number, also one that comes as a tensor of one entry on the CPU."""
-    if isinstance(value, Tensor):
-        return float(value) if value.numel() == 1 and value.is_cpu and not value.is_complex() else None
-    return float(value) if isinstance(value, int | float) else None
-
-
-def _see_cat(watcher: Recogniser, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+def _see_cat(watcher: Recogniser, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:
     given = bind(func, args, kwargs)
     tensors, axis = list(given["tensors"]), given["dim"] % result.ndim
-    fact = watcher.memory.look_up(tensors[0])
-    if fact is not None and fact.scores is not None and len(tensors) == 2 and tensors[1].shape[axis] == 1:
-        try:
-            place = fact.scores.layout.locate(tensors[0])
-        except UnevenError:
-            return
-        column = Place(
-            tuple(tensors[1].shape), tuple(STILL if i == axis else step for i, step in enumerate(place.steps))
-        )
-        longer = Place(tuple(result.shape), place.steps, place.start)
-        watcher.memory.write(result, scores=fact.scores.then(result, longer, sink=Term(tensors[1], column)))
+    known = _look_up_all(watcher, tensors)
+    candidates = _candidates_of(known)
+    if candidates:
+        watcher.memory.write(result, candidates=candidates)
         return
-    if result.is_floating_point():
-        watcher.follow_join(result, tensors, axis)
+    scored = [at for at, tensor in enumerate(tensors) if any(tensor is one and fact.scores for one, fact in known)]
+    if len(scored) == 1:
+        at = scored[0]
+        width = sum(tensor.shape[axis] for tensor in tensors[:at] + tensors[at + 1 :])
+        if width <= _MOST_SINKS and _add_columns(watcher, tensors, at, axis, result):
+            return
+    if not result.is_floating_point():
+        return
+    if name == "stack":
+        tensors = [tensor.unsqueeze(axis) for tensor in tensors]
+    follow_join(watcher, result, tensors, axis)
 
 
-_PRODUCTS = ("mm", "bmm", "baddbmm", "addmm")
-_COPIES = frozenset({"_to_copy", "clone", "contiguous", "detach", "alias", "lift_fresh", "copy", "native_dropout"})
-_LIMITS = frozenset({"clamp", "clamp_min", "clamp_max", "maximum", "minimum", "nan_to_num"})
-_NORMS = frozenset(
-    {"native_layer_norm", "_fused_rms_norm", "rms_norm", "linalg_vector_norm", "norm", "native_group_norm"}
+def _add_columns(watcher: Recogniser, tensors: list[Tensor], at: int, axis: int, result: Tensor) -> bool:
+    """Whether columns were put before or after the keys of scores: sinks, which take part in their softmax."""
+    x = tensors[at]
+    fact = watcher.memory.look_up(x)
+    assert fact is not None
+    assert fact.scores is not None
+    scores = fact.scores
+    try:
+        place = scores.layout.locate(x)
+    except UnevenError:
+        return False
+    if scores.stage != "logits" or scores.front or (scores.sinks and at) or place.steps[axis].row:
+        return False
+    steps = tuple(STILL if i == axis else step for i, step in enumerate(place.steps))
+    beside = [tensor for tensor in tensors[:at] + tensors[at + 1 :] if tensor.numel()]
+    columns = [tensor.narrow(axis, at, 1) for tensor in beside for at in range(tensor.shape[axis])]
+    sinks = tuple(Term(column, Place(tuple(column.shape), steps, place.start)) for column in columns)
+    front = sum(tensor.shape[axis] for tensor in tensors[:at])
+    start = place.start._replace(key=place.start.key - front)
+    longer = Place(tuple(result.shape), place.steps, start)
+    watcher.memory.write(result, scores=scores.then(result, longer, sinks=scores.sinks + sinks, front=front))
+    return True
+
+
+def _see_pad(watcher: Recogniser, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    """Constant columns beside the keys of scores are sinks; else a padding is like other selections."""
+    given = bind(func, args, kwargs)
+    x, (before, after, *others) = given["self"], given["pad"]
+    fact = watcher.memory.look_up(x)
+    if fact is not None and fact.scores is not None and before >= 0 and after >= 0 and before + after <= _MOST_SINKS:
+        value = float(given["value"])
+        with without_modes():
+            columns = [x.new_full((*x.shape[:-1], count), value) for count in (before, after)]
+        if (
+            value > MASKED_BELOW
+            and not any(others)
+            and _add_columns(watcher, [columns[0], x, columns[1]], 1, x.ndim - 1, result)
+        ):
+            return
+    _see_elementwise(watcher, name, func, args, kwargs, result)
+
+
+def _see_list(watcher: Recogniser, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    """Sequences of several lengths, one behind the other."""
+    follow_join(watcher, result, list(args[0]), 0)
+
+
+_PRODUCTS = ("mm", "bmm", "baddbmm", "addmm", "mv")
+# Columns that models put beside their scores: sinks are few.
+_MOST_SINKS = 64
+VIEWS = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("transpose", "permute", "t", "slice", "select", "unsqueeze", "squeeze", "expand", "split", "unbind"),
+        *("split_with_sizes", "as_strided", "unfold", "view_as_real", "view_as_complex", "diagonal", "detach_"),
+        *("view", "_unsafe_view", "reshape"),
+    )
 )
-_REDUCTIONS = frozenset({"mean", "sum", "amax", "max", "var", "var_mean", "logsumexp"})
-_POWERS = frozenset({"pow", "rsqrt", "sqrt", "square", "reciprocal", "exp", "tanh"})
-_SHAPED = frozenset({"neg", "where", "masked_fill", "stack"})
-# Outside training a factor and a summand for each column, learnt like those of a projection: no norm of vectors.
-_COLUMNWISE = frozenset({"native_batch_norm", "_native_batch_norm_legit_no_training", "_batch_norm_no_update"})
-_WRITES = frozenset({"index_copy", "index_put", "slice_scatter"})
-# Entries as they were, in other places; a padding of zeros has no length.
-_SELECTIONS = frozenset({"constant_pad_nd", "roll", "index_select", "index", "gather", "repeat", "flip"})
+"""Operations that show the memory of their input."""
+_ELEMENTWISE = CHANGES | COLUMNWISE | NORMS | REDUCTIONS | POWERS | WRITES | SELECTIONS
 
-_ARITHMETIC = frozenset({"mul", "div", "add", "sub"})
-_CHANGES = _COPIES | _LIMITS | _ARITHMETIC | {"exp", "tanh", "where", "masked_fill"}
-_ELEMENTWISE = _CHANGES | _COLUMNWISE | _NORMS | _REDUCTIONS | _POWERS | _SHAPED | _WRITES | _SELECTIONS
+Handler = Callable[["Recogniser", str, Any, Any, Any, Any], None]
 
-HANDLERS: dict[str, Any] = {f"aten::{name}{end}": _see_product for name in _PRODUCTS for end in ("", "_")}
-HANDLERS |= {f"aten::{name}": _see_softmax for name in ("_softmax", "_safe_softmax")}
-HANDLERS |= {f"aten::{name}": _see_view for name in ("view", "_unsafe_view", "reshape")}
-HANDLERS |= {f"aten::{name}{end}": _see_elementwise for name in _ELEMENTWISE for end in ("", "_")}
-HANDLERS["aten::cat"] = _see_cat
+
+def _name_handlers() -> Iterator[tuple[str, Handler, str]]:
+    for names, handler in (
+        (_PRODUCTS, _see_product),
+        (("_softmax", "_safe_softmax"), _see_softmax),
+        (_ELEMENTWISE, _see_elementwise),
+        (("cat", "stack"), _see_cat),
+        (("constant_pad_nd",), _see_pad),
+        (("_nested_tensor_from_tensor_list",), _see_list),
+    ):
+        for name in names:
+            yield f"aten::{name}", handler, name
+            yield f"aten::{name}_", handler, name
+
+
+HANDLERS: dict[str, tuple[Handler, str]] = {name: (handler, plain) for name, handler, plain in _name_handlers()}
+"""What sees an operation, in place or not, and its plain name."""

@@ -50,8 +50,9 @@ def read_keys(call: SeenCall) -> Tensor | None:
     """Which tokens `[B, L]` any query sees, where queries are among the keys; None if no mask hides one from all."""
     batch, _, queries, keys = call.shape
     first = call.first_position
-    if call.mask is None or first is None or first < 0 or first + queries > keys:
+    mask = call.mask if call.logits is None else call.logits
+    if mask is None or first is None or first < 0 or first + queries > keys:
         return None
-    visible = call.mask if call.mask.dtype == torch.bool else call.mask > MASKED_BELOW
+    visible = mask if mask.dtype == torch.bool else mask > MASKED_BELOW
     tokens = visible.flatten(1, 2).any(dim=1).expand(batch, keys)[:, first : first + queries]
     return None if bool(tokens.all()) else tokens

@@ -140,18 +140,23 @@ class HeadEvidence(NamedTuple):
 
     queries: Side
     keys: Side
+    # Why no columns make a head's scores, whatever its vectors are.
+    reason: str | None = None
 
     @staticmethod
     def of(call: SeenCall) -> HeadEvidence:
         """Of a call while its tensors are there."""
+        reason = None if call.logits is None else "its heads are mixed before the softmax"
         with without_modes(), torch.no_grad():
             return HeadEvidence(
-                Side.of("q", call.q, call.q_lineage, None), Side.of("k", call.k, call.k_lineage, call.first_position)
+                Side.of("q", call.q, call.q_lineage, None),
+                Side.of("k", call.k, call.k_lineage, call.first_position),
+                reason,
             )
 
     def is_of(self, call: SeenCall) -> bool:
         """Whether a call came from the same parameters."""
-        own = [one for side in self for one in _projections_of(side.projection, side.parts)]
+        own = [one for side in self[:2] for one in _projections_of(side.projection, side.parts)]
         lineages = [lineage for lineage in (call.q_lineage, call.k_lineage) if lineage is not None]
         others = [one for lineage in lineages for one in _projections_of(lineage.projection, _parts_of(lineage))]
         return len(own) == len(others) and all(one.is_same(two) for one, two in zip(own, others, strict=True))
@@ -174,6 +179,8 @@ def find_heads(evidence: HeadEvidence) -> list[HeadParts]:
     Raises:
         UntoldError: with the reason, if they cannot be told for all heads.
     """
+    if evidence.reason is not None:
+        raise UntoldError(evidence.reason)
     with without_modes(), torch.no_grad():
         groups = evidence.queries.heads // evidence.keys.heads
         keys = _find_side(evidence.keys)

@@ -26,13 +26,13 @@ from sqrtdk.torch.watch.modules import (
     CallCounter,
     Frame,
     find_learnt,
-    find_tensors,
     is_compiled,
     name_modules,
     read_heads,
 )
 from sqrtdk.torch.watch.padding import Padding, read_keys, read_tokens
-from sqrtdk.torch.watch.recognise import Candidate, Recogniser, Stack
+from sqrtdk.torch.watch.parts import Candidate, Stack
+from sqrtdk.torch.watch.recognise import Recogniser
 from sqrtdk.torch.watch.running import listen
 from sqrtdk.torch.watch.seen import Seen, SeenRows
 
@@ -208,8 +208,8 @@ class Watch(AbstractContextManager[Seen]):
         recogniser = thread.recogniser
         if thread.is_on and not has_failed and recogniser is not None and len(thread.frames) == running + 1:
             frame = thread.frames[-1]
-            if recogniser.products > frame.products and recogniser.taken == frame.taken:
-                recogniser.leave_module(frame.path, find_tensors(output))
+            is_projection = recogniser.products > frame.products and recogniser.taken == frame.taken
+            recogniser.end_module(frame.number, frame.path, output, is_projection)
         del thread.frames[running:]
         thread.stack = None
         if not thread.frames:
@@ -251,7 +251,7 @@ class Watch(AbstractContextManager[Seen]):
         if thread.is_on and thread.recogniser is not None:
             leave_mode(thread.recogniser)
             thread.is_on = False
-            thread.recogniser.memory.end_call()
+            thread.recogniser.end_call()
 
     def _locate(self) -> Stack:
         thread = self._thread
@@ -275,14 +275,18 @@ class Watch(AbstractContextManager[Seen]):
                     self.seen.miss(candidate.path, candidate.reason)
             return
         number, path = candidate.stack[-1][:2] if candidate.stack else (0, "")
-        layer = self._thread.counter.find(path, number)
+        # Attention of another number of heads in one call of a module is a layer of its own.
+        layer = self._thread.counter.find(path, (number, call.shape[1]))
         with without_modes(), torch.no_grad():
             tokens, padding = self._find_padding(call)
         record = self.seen.note_scale(layer, call)
-        rows = SeenRows(candidate.statistics, call.first_position, tokens, read_causes(call, tokens, record.d_k))
+        causes = None if call.logits is not None else read_causes(call, tokens, record.d_k)
+        rows = SeenRows(candidate.statistics, call.first_position, tokens, causes)
         batch, heads, queries, _ = call.shape
         number = batch * heads * (queries if self._sample_rows is None else min(queries, self._sample_rows))
         with self._lock:
+            for remark in candidate.remarks:
+                self.seen.remark(path, remark)
             if layer.call == MOST_CALLS - 1:
                 self.seen.note_loop(path)
             self.seen.note_heads(path, call)
