@@ -423,10 +423,9 @@ struct BackwardTile {
     uint64_t differentiate_vector(const Backward& call, int64_t begin, int c, int64_t from, int64_t to, bool partial,
                                   T* weights, T* slopes) {
         const int at = c * S::lanes;
-        const bool adjusted = is_adjusted(call);
         const T* bias = has_bias(call) ? place.sight.bias + from * W + at : nullptr;
         alignas(64) T distances[S::lanes], sums[S::lanes];
-        const bool slopes_too = call.gradients.alibi != nullptr;
+        const bool slopes_too = call.gradients.alibi != nullptr, adjusted = is_adjusted(call) || slopes_too;
         for (int i = 0; slopes_too && i < S::lanes; ++i) distances[i] = T(begin + from - place.sight.position[at + i]);
         auto step = partial    ? adjusted ? differentiate<T, W, true, true> : differentiate<T, W, true, false>
                     : adjusted ? differentiate<T, W, false, true>

@@ -120,7 +120,7 @@ struct Forward : Problem {
 // The gradients that are given per row [N, G, R, L], in the order in which they cross:
 // scale   <q, sum over keys of dscore * k>, defined at scale 0 too
 // sinks   -p_sink * <grad_output, output>
-// alibi   sum over keys of dlogit * (j - i - offset)
+// alibi   sum over keys of dlogit * (j - i - offset), defined without slopes too
 #define SQRTDK_ROW_GRADIENTS(X) X(scale) X(sinks) X(alibi)
 
 // What backward() writes; query, key and value contiguous and of the call's dtype, those per row contiguous or null.
