@@ -60,7 +60,7 @@ WRONG = {
     "an offset that hides nothing": (
         {"causal_offset": 1},
         VALUE,
-        r"causal_offset must come with causal=True, a window or a policy .* got causal_offset=1 alone",
+        r"causal_offset must come with causal=True, a window, alibi or a policy .* got causal_offset=1 alone",
     ),
     "mask shape": ({"mask": np.ones((5, 5), bool)}, VALUE, r"mask must broadcast to .* \(2, 4, 5, 6\), got \(5, 5\)"),
     "mask rank": ({"mask": np.ones((1, 2, 4, 5, 6), bool)}, VALUE, r"mask must broadcast to .*, got \(1, 2, 4, 5, 6\)"),

@@ -129,4 +129,4 @@ def test_results_stay_tuples():
     assert isinstance(result, Attention)
     assert (output is result.output, statistics is result.statistics, weights) == (True, True, None)
     assert len(result) == 3
-    assert len(attention_gradients(q, k, v, q)) == len(Gradients._fields) == 5
+    assert len(attention_gradients(q, k, v, q)) == len(Gradients._fields) == 6

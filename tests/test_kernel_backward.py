@@ -73,7 +73,7 @@ class Case:
             np.full(rows, 7.0),
         ]
         read = (saved, as_crosses(output), as_crosses(self.grad))
-        assert kernel.backward(level, threads, *self.arguments(), *read, *(as_crosses(x) for x in gradients))
+        assert kernel.backward(level, threads, *self.arguments(), *read, *(as_crosses(x) for x in gradients), None)
         return dict(zip(NAMES, gradients, strict=True))
 
     def options(self):

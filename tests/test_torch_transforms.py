@@ -5,6 +5,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
+from sqrtdk.call import Call, flatten
 from sqrtdk.torch import attention
 from torch_cases import ON_THE_BEST_AND_THE_REFERENCE, draw
 
@@ -104,9 +105,7 @@ def test_nested_derivatives_may_be_compiled(name):
 def test_what_is_not_recorded_has_no_gradient_in_any_transform():
     def inner(q, key):
         with torch.no_grad():
-            held = torch.ops.sqrtdk.forward.default(
-                q, key, V, None, None, None, None, 0.5, 0.0, 0.0, -(2**63), 2**63 - 1, False, False, False
-            )[0]
+            held = torch.ops.sqrtdk.forward.default(*flatten(Call(q, key, V, factor=0.5)), False, False, False)[0]
         return (held * q).sum()
 
     expected = ours(Q, K, V)

@@ -36,7 +36,8 @@ class SqrtdkError(Exception):
     def __init__(self, about: str = "", says: str | None = None, *mentions: str, each: bool = False) -> None:
         self.argument = None if says is None else about
         self._rest = (says, mentions, each)
-        super().__init__(about if says is None else f"{'each of ' if each else ''}{about} {says}")
+        # Not by the base class, whose own start torch.compile cannot trace.
+        self.args = (about if says is None else f"{'each of ' if each else ''}{about} {says}",)
 
     def rename(self, names: Mapping[str, str]) -> Self:
         """The same error with other names for its arguments, as those of options.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sqrtdk.call import OPEN_ABOVE, OPEN_BELOW
+from sqrtdk.call import OPEN_ABOVE, OPEN_BELOW, Forward
 from sqrtdk.statistics import AttentionStatistics
 from sqrtdk.torch.internals import WeakStorage, storage_address
 from sqrtdk.torch.watch.calls import SeenCall, four_axes
@@ -97,14 +97,14 @@ def _read_own(given: Arguments) -> list[SeenCall]:
 
 def with_statistics(func: Any, args: Any) -> Any:
     """The arguments of sqrtdk's operation with statistics asked for: the bits of its output do not depend on them."""
-    at = [argument.name for argument in func._schema.arguments].index("statistics")
+    at = [argument.name for argument in func._schema.arguments].index("want_statistics")
     return (*args[:at], True, *args[at + 1 :])
 
 
 def read_statistics(result: Any) -> AttentionStatistics:
     """The statistics that sqrtdk's operation returned with its output, as `[B, H, L]`."""
-    _, floats, counts, *_ = result
-    blocks = [x.reshape(x.shape[0], *_pad(x[0], 3).flatten(0, -3).shape) for x in (counts, floats)]
+    done = Forward(*result)
+    blocks = [x.reshape(x.shape[0], *_pad(x[0], 3).flatten(0, -3).shape) for x in (done.counts, done.measures)]
     return AttentionStatistics.from_blocks(*blocks)
 
 

@@ -79,17 +79,17 @@ def watch(
     {}
     """
     if not isinstance(model, nn.Module):
-        raise InvalidTypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        raise InvalidTypeError("model", f"must be a torch.nn.Module, got {type(model).__name__}")
     for name, number in (("sample_rows", sample_rows), ("every", every), ("keep_rows", keep_rows)):
         if number is None and name != "every":
             continue
         if isinstance(number, bool) or not isinstance(number, int):
-            raise InvalidTypeError(f"{name} must be an integer, got {number!r}")
+            raise InvalidTypeError(name, f"must be an integer, got {number!r}")
         if number < 1:
-            raise InvalidValueError(f"{name} must be at least 1, got {number}")
+            raise InvalidValueError(name, f"must be at least 1, got {number}")
     _check_numbers(model)
     if scale is not None and not fuse:
-        raise InvalidValueError("scale is for fuse=True alone: without it the model computes attention itself")
+        raise InvalidValueError("scale", "is for fuse=True alone: without it the model computes attention itself")
     if fuse:
         from sqrtdk.torch.watch.fuse import FusedWatch
 
