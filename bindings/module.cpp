@@ -69,7 +69,8 @@ class Interrupts {
     static bool poll(void* context) {
         Interrupts& self = *static_cast<Interrupts*>(context);
         const auto now = std::chrono::steady_clock::now();
-        if (now < self.next_) {
+        // Where the interpreter has ended, what a thread would ask for the GIL with may be gone, and nobody interrupts.
+        if (now < self.next_ || !Py_IsInitialized()) {
             return self.raised_;
         }
         PyGILState_STATE before{};
