@@ -30,11 +30,18 @@ class Scaled(ByHand):
         return functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
 
 
-def rotate(x, factor=1.0, width=None):
-    """Rotary embedding in halves, times a factor as YaRN has it, of the first columns alone if `width` says so."""
+def rotate(x, factor=1.0, width=None, by_product=False):
+    """Rotary embedding in halves, times a factor as YaRN has it, of the first columns alone if `width` says so.
+
+    `by_product`: angles by a product of matrices, as transformers had it for long.
+    """
     width = width or x.shape[-1]
     turned, kept = x[..., :width], x[..., width:]
     angles = torch.arange(x.shape[-2])[:, None] / 10.0 ** (2 * torch.arange(width // 2) / width)
+    if by_product:
+        frequencies = angles[1].expand(x.shape[0], -1)[:, :, None]
+        positions = torch.arange(x.shape[-2]).expand(x.shape[0], -1)[:, None].float()
+        angles = (frequencies @ positions).transpose(1, 2)[:, None]
     cos, sin = (f(torch.cat([angles, angles], -1)) * factor for f in (torch.cos, torch.sin))
     first, second = turned.chunk(2, dim=-1)
     return torch.cat([turned * cos + torch.cat([-second, first], -1) * sin, kept], -1)
@@ -62,6 +69,7 @@ CASES = {
     "half on each": (lambda q, k: (q * RIGHT**0.5, k / RIGHT**-0.5), 1.0, 1.0, RIGHT),
     "of the model's width": (None, WIDTH**-0.5, WIDTH**-0.5, 1.0),
     "rotated": (lambda q, k: (rotate(q), rotate(k)), None, RIGHT, 1.0),
+    "rotated by a product": (lambda q, k: (rotate(q, by_product=True), rotate(k, by_product=True)), None, RIGHT, 1.0),
     "rotated as complex numbers": (lambda q, k: (rotate_complex(q), rotate_complex(k)), None, RIGHT, 1.0),
     "rotated in part": (lambda q, k: (rotate(q, width=2), rotate(k, width=2)), None, RIGHT, 1.0),
     "YaRN": (lambda q, k: (rotate(q, 1.1386), rotate(k, 1.1386)), None, RIGHT, 1.1386**2),

@@ -176,7 +176,7 @@ def _carry_candidates(
 
 def _derive(watcher: Recogniser, name: str, x: Tensor, scores: Scores, output: Tensor) -> None:
     """Note that entries were made from scores by something else than a softmax: with values they may be attention."""
-    if scores.stage == "sum" or output.shape != x.shape or name in NORMS:
+    if scores.stage == "sum" or output.shape != x.shape or name in NORMS or not scores.product.is_followed:
         return
     if scores.stage == "exp":
         reason = f"exponentials of its scores pass {name} and are not divided by their sum"

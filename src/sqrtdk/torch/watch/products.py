@@ -65,7 +65,7 @@ def see_product(
     watcher.memory.write(
         output,
         scores=Scores(product, Layout.of(output, place), done),
-        lineage=replace(lineage, is_projection=False),
+        lineage=replace(lineage, is_projection=False) if product.is_followed else None,
     )
 
 

@@ -43,6 +43,11 @@ class Product:
         return self.q.vectors.shape[0] * self.q.vectors.shape[1] * self.k.vectors.shape[1]
 
     @property
+    def is_followed(self) -> bool:
+        """Whether a side came from a projection or a parameter: not so for the angles of a rotation."""
+        return self.q.lineage is not None or self.k.lineage is not None
+
+    @property
     def is_of_projections(self) -> bool:
         """Whether both sides came out of projections."""
         lineages = (self.q.lineage, self.k.lineage)
