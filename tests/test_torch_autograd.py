@@ -133,7 +133,7 @@ torch.testing.assert_close(compiled(q), torch.nn.functional.scaled_dot_product_a
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("recorded", "call"),
     [(True, "sqrtdk.torch.attention(q, q, q).output"), (False, "sqrtdk.torch.scaled_dot_product_attention(q, q, q)")],

@@ -391,7 +391,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["full", "causal", "expanded"])
 def test_memory_grows_by_blocks_not_by_all_logits_and_not_by_copies(kind, backend):
     """All logits of 8192² would be 256 MiB in float32, all the keys that `expanded` repeats too."""

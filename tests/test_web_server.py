@@ -74,7 +74,7 @@ def test_a_bad_chunk_after_the_answer_ends_the_connection_without_a_traceback():
         assert running.read("api/options")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_large_answers_do_not_hold_up_a_small_one():
     with serving() as running, ThreadPoolExecutor(12) as pool:
         running.read("api/explore?n=16&d_k=4")

@@ -80,7 +80,7 @@ def test_each_guest_has_a_process_that_ends_with_it(invite):
     assert processes[1].poll() is None
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_who_refuses_fails_dies_hangs_or_is_wrong_is_named(invite):
     peers = ("right", "refuses", "fails", "dies", "exits", "hangs", "wrong")
     measurement = measure([invite(name) for name in ("sqrtdk.torch", *peers)])
