@@ -8,6 +8,7 @@ import sqrtdk
 import sqrtdk.torch
 from oracle import draw
 from sqrtdk import backends
+from sqrtdk.errors import InvalidValueError
 
 SLOPES = np.array([0.5, 0.125, -0.25, 0.0])
 
@@ -70,3 +71,12 @@ def test_vmap_compile_and_sampled_rows():
     positions = some.sample.positions
     torch.testing.assert_close(some.entropy, whole.entropy[..., positions])
     torch.testing.assert_close(some.max_logit, whole.max_logit[..., positions])
+
+
+@pytest.mark.parametrize("needs_gradient", [False, True])
+def test_slopes_that_are_no_numbers_are_refused(needs_gradient):
+    q, k, v, _ = draw_tensors(16)
+    for name, number in (("alibi", torch.inf), ("sinks", torch.nan)):
+        given = {name: torch.full((4,), number, dtype=torch.float64), "causal": True, "causal_offset": 4}
+        with torch.set_grad_enabled(needs_gradient), pytest.raises(InvalidValueError, match=f"{name} must be finite"):
+            sqrtdk.torch.attention(q, k, v, **given)

@@ -71,8 +71,7 @@ def run(call: Call, wanted: Wanted) -> tuple[Forward, str | None]:
             call = call._replace(key=call.key.view_as(call.key), value=call.value.view_as(call.value))
         return Forward(*cast(Any, Differentiable).apply(*flatten(call), *wanted[:-1], None)), None
     if is_direct:
-        if call.scale is not None or call.sinks is not None:
-            require_finite(call)
+        require_finite(call)
         plan = backends.plan()
         engine = choose_engine(call, wanted, plan)
         return engine.forward(call, wanted, plan), engine.name

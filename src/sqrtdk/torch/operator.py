@@ -70,7 +70,7 @@ def drop_unsaved(done: Forward) -> Forward:
 
 
 def require_finite(call: Call) -> None:
-    """Refuse a scale or sinks with NaN or infinity; only on the CPU, where looking does not stall a device."""
+    """Refuse a scale, sinks or slopes with NaN or infinity; only on the CPU, where looking does not stall a device."""
     for name in BY_ROW:
         tensor = getattr(call, name)
         if tensor is not None and tensor.is_cpu and not bool(torch.isfinite(tensor).all()):
