@@ -160,10 +160,9 @@ class Differentiable(torch.autograd.Function):
             to_output = call.query.new_zeros((*call.query.shape[:-1], call.value.shape[-1]))
         request = GradientRequest(to_output, to_weights, needs["scale"], needs["mask"])
         gradients = _differentiate(call, request, Forward(output, saved=saved, exact=output))
-        for name in BY_ROW:
-            per_row = getattr(gradients, name) if needs[name] else None
-            gradients = gradients._replace(**{name: None if per_row is None else _sum_to(per_row, call, name)})
         by_field = dict(zip(DIFFERENTIABLE, gradients, strict=True))
+        for name in BY_ROW:
+            by_field[name] = _sum_to(by_field[name], call, name) if needs[name] else None
         return tuple(map(by_field.get, FIELDS)) + (None,) * (len(ctx.needs_input_grad) - len(FIELDS))
 
 
