@@ -55,7 +55,7 @@ help:
 	@echo "make wheel     source distribution and manylinux wheel in dist/, tried in an environment without the sources (minutes)"
 	@echo "make bench     side-by-side timings against peers, raw JSON in build/ (OPTIONS=\"--suite square --quick\" passes options on)"
 	@echo "make site      the documentation as a site in build/site, with the API reference and a search that needs no network"
-	@echo "make docs      make site, and write the notebook's outputs and the README's picture again (minutes)"
+	@echo "make docs      make site, and write the architecture's drawings, the notebook's outputs and the README's picture again (minutes)"
 	@echo "make setup     only set up $(VENV) for development"
 	@echo "make clean     remove what the targets made"
 
@@ -165,8 +165,9 @@ $(VENV)/oldest.stamp: $(VENV)/dev.stamp
 # and the newest tested. T5 of that release has no attention function that could be replaced.
 test-oldest: compiler $(VENV)/oldest.stamp compiled
 	PYTHONPATH=$(abspath $(VENV)/oldest) $(BIN)/python -c "import transformers; assert transformers.__version__ == '$(OLDEST)'"
-	PYTHONPATH=$(abspath $(VENV)/oldest) $(PYTEST) -n 2 -m long -k "not (fused and t5)" $(addprefix tests/test_torch_,\
-	  huggingface.py watch_models.py audit.py stored_audit.py monitor.py qk_clip.py head_effects.py)
+	PYTHONPATH=$(abspath $(VENV)/oldest) $(PYTEST) -n 2 -m long -k "not (fused and t5)" $(addprefix tests/torch/,\
+	  test_huggingface.py watch/test_models.py models/test_audit.py models/test_stored.py training/test_monitor.py \
+	  training/test_qk_clip.py models/test_head_effects.py)
 
 test-all: test test-long test-oldest sanitize
 
@@ -215,6 +216,8 @@ bench: compiler setup compiled
 	$(BIN)/python -m benchmarks --output build/benchmark.json $(OPTIONS)
 
 docs: setup site
+	$(call system_package,chromium,chromium,the README's picture is not written again)
+	$(BIN)/python docs/make_architecture.py
 	$(BIN)/python docs/make_picture.py
 	$(BIN)/python docs/make_notebook.py
 
@@ -224,10 +227,11 @@ $(VENV)/site.stamp: $(VENV)/dev.stamp
 
 # Links and anchors are checked: a broken one is an error.
 site: $(VENV)/site.stamp
-	rm -rf build/pages && mkdir -p build/pages/kernel build/pages/benchmarks
+	rm -rf build/pages && mkdir -p build/pages/kernel build/pages/benchmarks build/pages/tests
 	cp -r README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md LICENSE docs build/pages
 	cp kernel/README.md build/pages/kernel
 	cp benchmarks/README.md build/pages/benchmarks
+	cp tests/README.md build/pages/tests
 	rm build/pages/docs/*.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	@echo "the documentation is build/site/index.html"

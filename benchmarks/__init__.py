@@ -1,4 +1,4 @@
-"""Benchmarks: sqrtdk beside its peers, interleaved, with probes of the machine and errors beside every ratio."""
+"""Benchmarks of sqrtdk against its peers: interleaved timings, machine probes, and an error beside every ratio."""
 
 from benchmarks.benchmark import run_benchmark, write_raw
 from benchmarks.suites import SUITES

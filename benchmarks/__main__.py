@@ -1,4 +1,4 @@
-"""The command line of the benchmarks: `python -m benchmarks --help`, in the root of the source tree."""
+"""Command line of the benchmarks: `python -m benchmarks --help`, in the root of the source tree."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import typer
 from benchmarks.benchmark import COMMAND, run_benchmark, write_raw
 from benchmarks.tabulation import keep_measured, was_too_busy
 from benchmarks.timing import FEWEST_ROUNDS
-from sqrtdk.cli import run_app
+from sqrtdk.commands.cli import run_app
 from sqrtdk.commands.flags import Json, Seed, examples
-from sqrtdk.commands.presenting import fail, present
-from sqrtdk.options import naming, read_names
-from sqrtdk.progress import progress_bar
+from sqrtdk.commands.options import naming, read_names
+from sqrtdk.commands.results import fail, present
 from sqrtdk.report.files import require_directory
+from sqrtdk.show.progress import progress_bar
 
 app = typer.Typer(
     add_completion=False, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
@@ -48,7 +48,7 @@ def bench(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Time attention beside its peers: paired ratios, shares of the probed peak, errors, memory, growth."""
+    """Time attention against its peers: paired ratios, shares of the probed peak, errors, memory, growth."""
     if output is not None:
         with naming("--output"):
             require_directory(output)
@@ -68,7 +68,7 @@ def bench(
     if output is not None:
         write_raw(record, output)
     busy = was_too_busy(record)
-    # JSON has every case; tables show what was measured.
+    # The JSON has every case. The tables show only cases that were measured.
     shown = record if json else replace(record, tables=keep_measured(record))
     present(shown, json, None)
     if busy:
@@ -80,7 +80,7 @@ def bench(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line; wrong input ends with one line on stderr and exit code 2."""
+    """Run the command line; wrong input prints one line on stderr and exits with code 2."""
     run_app(app, COMMAND, arguments)
 
 

@@ -1,4 +1,4 @@
-"""Runs a benchmark: suites in, one record out, every timing kept in it."""
+"""Runs the suites of a benchmark and returns one record that keeps every timing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import tabulation
-from benchmarks.apart import Guest
+from benchmarks.children import Guest
 from benchmarks.contender import Contender
 from benchmarks.contenders import find_contender, peer_versions
 from benchmarks.memory import Peak, measure_peak
@@ -23,10 +23,10 @@ from benchmarks.probes import Probe, Prober, best_of
 from benchmarks.suites import Suite, choose_suites, memory_lengths
 from benchmarks.timing import FEWEST_ROUNDS, Measurement, measure
 from sqrtdk import backends
-from sqrtdk.display import count
 from sqrtdk.errors import FallbackWarning, InvalidValueError
-from sqrtdk.records import Record, cpu_name
+from sqrtdk.records.record import Record, cpu_name
 from sqrtdk.report.files import write_whole
+from sqrtdk.show.table import count
 
 COMMAND = "python -m benchmarks"
 DEFAULT_ROUNDS, QUICK_ROUNDS = 15, 7
@@ -37,7 +37,7 @@ Tell = Callable[[str, float], None]
 
 @dataclass(frozen=True)
 class _Setting:
-    """What holds for the whole run."""
+    """Settings of the whole run."""
 
     rounds: int
     threads: int
@@ -59,27 +59,27 @@ def run_benchmark(
     on_step: Tell | None = None,
     on_case: Callable[[Record], object] | None = None,
 ) -> Record:
-    """Time attention on arrays, on tensors and in a model, beside its peers, interleaved.
+    """Time attention on arrays, on tensors and in a model against its peers, interleaved.
 
-    Contenders share one process but in the suite `peers`, where each has its own.
+    Contenders share one process, except in the suite `peers`, where each contender has its own process.
 
     Args:
-        suites: names from `suites.SUITES`; None is all of them.
-        case: only the cases that have this text in their name.
-        rounds: rounds per case that should count; None is 15, or 7 if quick.
-        threads: threads of everyone; None is what `sqrtdk.backends.threads()` gives.
-        backend: the backend of sqrtdk; None is the one it would use.
-        quick: leave out sequences beyond 2048; the model gets one short one.
-        seed: of inputs, orders and resampling.
-        on_step: called with a description and the share that is done.
-        on_case: called after each case but the last with the record so far, so that a run that is stopped is not lost.
+        suites: names from `suites.SUITES`; None for all suites.
+        case: run only cases whose name contains this.
+        rounds: number of good rounds per case; None for 15, or 7 if quick.
+        threads: threads per library; None for `sqrtdk.backends.threads()`.
+        backend: backend of sqrtdk; None for the default backend.
+        quick: leave out sequences beyond 2048; the model gets one short sequence.
+        seed: seed of inputs, orders and resampling.
+        on_step: called with a description and the finished share.
+        on_case: called with the record so far after each case but the last, so that an interrupted run is not lost.
 
     Returns:
-        A record of kind ``"bench"`` with the tables ratios, timings, costs, growth, memory and left_out; its curves
-        hold every timing and every probe. A suite that needs what is not installed is left out by name.
+        A record of kind ``"bench"`` with the tables ratios, timings, costs, growth, memory and left_out. Its curves
+        hold every timing and every probe. Suites whose packages are not installed are listed in left_out.
 
     Raises:
-        InvalidValueError: an unknown suite, case or backend, too few rounds, a number of threads that cannot be.
+        InvalidValueError: for an unknown suite, case or backend, too few rounds, or an impossible number of threads.
     """
     chosen = choose_suites(suites, case=case, quick=quick)
     rounds = (QUICK_ROUNDS if quick else DEFAULT_ROUNDS) if rounds is None else rounds
@@ -91,7 +91,7 @@ def run_benchmark(
         _threads(threads) as used,
         warnings.catch_warnings(),
     ):
-        # What the backend does not compute is timed with the engine that does.
+        # If the backend does not compute a call, the engine that does is timed.
         warnings.simplefilter("ignore", FallbackWarning)
         setting = _Setting(rounds, used, backends.current(), case, quick, np.random.default_rng(seed))
         present, missing = _find_present(chosen, used, default_threads)
@@ -119,12 +119,12 @@ def run_benchmark(
 
 
 def write_raw(record: Record, path: str | Path) -> Path:
-    """Write a record as JSON, every timing included; an existing file is replaced once the new one is complete."""
+    """Write a record as JSON, including every timing; an existing file is replaced once the new one is complete."""
     return write_whole(path, (json.dumps(record.as_json(), indent=1, ensure_ascii=False) + "\n").encode())
 
 
 def _name_command(suites: Sequence[str], setting: _Setting, seed: int) -> str:
-    """The command that does the same again, defaults spelled out."""
+    """Return the command that repeats the run, with all defaults written out."""
     quick = " --quick" if setting.quick else ""
     case = "" if setting.case is None else f" --case {shlex.quote(setting.case)}"
     return (
@@ -135,7 +135,7 @@ def _name_command(suites: Sequence[str], setting: _Setting, seed: int) -> str:
 
 @contextmanager
 def _threads(count: int | None) -> Iterator[int]:
-    """The same number of threads for sqrtdk and torch."""
+    """Use the same number of threads for sqrtdk and torch, and yield that number."""
     with backends.use_threads(backends.threads() if count is None else count):
         used = backends.threads()
         if importlib.util.find_spec("torch") is None:
@@ -168,7 +168,7 @@ def _find_present(
 def _leave_out(
     suites: Sequence[Suite], present: dict[str, Contender], missing: dict[str, str]
 ) -> tuple[list[Suite], dict[str, str]]:
-    """The suites that have somebody to compare, and who is missing: a whole suite, or a contender of another."""
+    """Return the suites that have a contender to compare, and the reasons for missing suites and contenders."""
     kept = [suite for suite in suites if any(name in present for name in suite.subjects)]
     absent = {f"the suite {suite.name}": missing[suite.subjects[0]] for suite in suites if suite not in kept}
     wanted = {name for suite in kept for name in suite.contenders}
@@ -220,7 +220,7 @@ def _run_suites(
 def _invite(
     suites: Sequence[Suite], present: dict[str, Contender], setting: _Setting, stack: ExitStack
 ) -> dict[str, Guest]:
-    """The contenders of suites that keep them apart, each to be ended with the stack."""
+    """Return the contenders of suites that use separate processes; the stack ends each process."""
     guests = {
         name: Guest(name, setting.level, setting.threads)
         for suite in suites

@@ -1,7 +1,7 @@
-"""Row statistics as one computes them without sqrtdk: from the n×n matrix, or in a second pass over blocks of it.
+"""Row statistics computed without sqrtdk: from the n×n matrix, or in a second pass over blocks of it.
 
-Each computes what `AttentionStatistics` holds, in float32 as the inputs are, with the care a good user would take: the
-maximum subtracted before exp, the mean before squares, key blocks past the diagonal left out.
+Each function computes the fields of `AttentionStatistics` in float32, the dtype of the inputs, as carefully as a good
+user would. The maximum is subtracted before exp, the mean before squaring, and hidden key blocks are left out.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.cases import Inputs
 from benchmarks.task import Array
 
-# Queries in one block of the second pass; n×256 logits of a head stay in the cache up to some thousand keys.
+# Queries per block of the second pass: n×256 logits of a head stay in the cache up to some thousand keys.
 BLOCK = 256
 
 
@@ -26,7 +26,7 @@ class ByHand(NamedTuple):
 
 
 def attend_in_numpy(inputs: Inputs, visible: Array | None) -> ByHand:
-    """The textbook's n×n matrix in NumPy, and every statistic from it."""
+    """Return output and every statistic from the textbook's n×n matrix in NumPy."""
     q, k, v = inputs[:3]
     logits = (q @ k.swapaxes(-1, -2)) * np.float32(1.0 / math.sqrt(q.shape[-1]))
     if visible is not None:
@@ -57,14 +57,14 @@ def attend_in_numpy(inputs: Inputs, visible: Array | None) -> ByHand:
 
 
 def attend_in_torch(q: Any, k: Any, v: Any, visible: Any) -> ByHand:
-    """The n×n matrix in torch, and every statistic from it."""
+    """Return output and every statistic from the n×n matrix in torch."""
     logits = (q @ k.transpose(-1, -2)) * (1.0 / math.sqrt(q.shape[-1]))
     statistics, weights = _describe_in_torch(logits, visible)
     return ByHand(weights @ v, statistics)
 
 
 def attend_in_two_passes(q: Any, k: Any, v: Any, causal: bool) -> ByHand:
-    """torch's fused attention for the output, then blocks of logits once more for the statistics."""
+    """Return the output of torch's fused attention, and the statistics from a second pass over blocks of logits."""
     import torch
 
     output = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)

@@ -1,4 +1,4 @@
-"""What is computed in a benchmark: shapes, masks and memory layouts, their inputs, and the right answer to them.
+"""Benchmark cases: shapes, masks and memory layouts, with their inputs and exact results.
 
 Shape legend: B batch, H query heads, G key/value heads, L queries, S keys, D = dₖ = dᵥ.
 """
@@ -10,16 +10,16 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from benchmarks.task import Answer, Array, Errors, Truth
+from benchmarks.task import Array, ContenderResult, Errors, Truth
 from sqrtdk import backends
-from sqrtdk.attention import attention
+from sqrtdk.operation.attention import attention
 
-# Errors are taken over this many queries of every head: the truth in float64 is slow, and rows are independent.
+# Number of checked queries per head: float64 results are slow, and rows are independent.
 CHECKED_ROWS = 128
 
 
 def narrow_to_bfloat16(array: Array) -> Array:
-    """The bits of finite float32 numbers rounded to bfloat16, ties to even, as uint16.
+    """Return finite float32 numbers rounded to bfloat16, ties to even, as bits in uint16.
 
     >>> [hex(bits) for bits in narrow_to_bfloat16(np.array([1.0, 1.00390625, -2.0], np.float32))]
     ['0x3f80', '0x3f80', '0xc000']
@@ -29,7 +29,7 @@ def narrow_to_bfloat16(array: Array) -> Array:
 
 
 def widen_bfloat16(bits: Array) -> Array:
-    """The float32 numbers that the bits of bfloat16 stand for.
+    """Return the float32 numbers of bfloat16 bits.
 
     >>> widen_bfloat16(np.array([0x3F80, 0xC000], np.uint16))
     array([ 1., -2.], dtype=float32)
@@ -40,8 +40,8 @@ def widen_bfloat16(bits: Array) -> Array:
 class Inputs(NamedTuple):
     """Arrays of one call: q `[B, H, L, D]`, k and v `[B, G, S, D]` in float32, a boolean mask `[B, 1, 1, S]` if any.
 
-    The dtype of the case holds their values exactly. Where gradients are computed, `grad_output` `[B, H, L, D]` is that
-    of the output.
+    The dtype of the case represents the values exactly. If gradients are computed, `grad_output` `[B, H, L, D]` is the
+    gradient of the output.
     """
 
     q: Array
@@ -52,14 +52,14 @@ class Inputs(NamedTuple):
 
 
 class OutputTruth(NamedTuple):
-    """The answer in float64 for the queries `rows`: output `[B, H, R, D]` and entropy `[B, H, R]`."""
+    """Exact result in float64 for the queries `rows`: output `[B, H, R, D]` and entropy `[B, H, R]`."""
 
     rows: Array
     output: Array
     entropy: Array
 
-    def compare(self, answer: Answer) -> Errors:
-        """Largest absolute errors of output and entropy."""
+    def compare(self, answer: ContenderResult) -> Errors:
+        """Return the largest absolute errors of output and entropy."""
         error = float(np.abs(answer.output[:, :, self.rows] - self.output).max())
         if answer.entropy is None:
             return Errors(error)
@@ -71,18 +71,18 @@ class Case:
     """Attention of one shape, mask and memory layout.
 
     Args:
-        suite: the suite it belongs to.
-        name: what tables and figures call it; unique within the suite.
+        suite: name of the suite.
+        name: name in tables and figures; unique within the suite.
         batch, heads, queries, d_k: B, H, L, D.
-        keys: S; None is L.
-        groups: G; None is H.
-        causal: query i sees the keys up to i.
-        window: with causal, only the last `window` of these beside key i itself; None sees all.
-        padding: None has no mask; else a boolean mask hides the last keys of each sequence, up to this share of them.
-        by_token: q, k and v lie in memory as `[B, L, H, D]`, as a projection leaves them.
-        sets: so many inputs are used in turn; enough of them, and keys and values come from memory, not from a cache.
-        bound_by_reading: judged by the bytes of k and v it reads, not by its multiply-adds.
-        dtype: what contenders are given and compute in, "float32" or "bfloat16".
+        keys: S; None for L.
+        groups: G; None for H.
+        causal: whether query i sees only keys up to i.
+        window: with causal, the number of keys before key i that query i sees; None for all.
+        padding: None for no mask; else a boolean mask hides the last keys of each sequence, up to this share.
+        by_token: whether q, k and v lie in memory as `[B, L, H, D]`, the layout after a projection.
+        sets: number of inputs used in turn. With enough of them, keys and values come from memory, not from a cache.
+        bound_by_reading: whether the case is judged by the bytes of k and v that it reads, not by multiply-adds.
+        dtype: dtype of the inputs and of the computation, "float32" or "bfloat16".
     """
 
     suite: str
@@ -105,19 +105,19 @@ class Case:
 
     @property
     def shape(self) -> tuple[int, int, int, int, int, int]:
-        """(B, H, G, L, S, D) with the defaults filled in."""
+        """Return (B, H, G, L, S, D) with the defaults filled in."""
         groups = self.heads if self.groups is None else self.groups
         keys = self.queries if self.keys is None else self.keys
         return self.batch, self.heads, groups, self.queries, keys, self.d_k
 
     def options(self) -> dict[str, Any]:
-        """What `sqrtdk.attention` is told beside the arrays."""
+        """Return the keyword arguments for `sqrtdk.attention`."""
         if self.window is not None:
             return {"causal": True, "window": (self.window, None)}
         return {"causal": True} if self.causal else {}
 
     def lengths(self) -> Array:
-        """Keys of each sequence that are not padding `[B]`.
+        """Return the number of keys without padding per sequence `[B]`.
 
         >>> Case("real", "padded", 3, 1, 8, 4, padding=0.5).lengths().tolist()
         [8, 6, 4]
@@ -127,7 +127,7 @@ class Case:
         return np.round(keys * (1.0 - hidden)).astype(np.int64)
 
     def visible_pairs(self) -> int:
-        """Pairs of a query and a key it sees, over all heads and sequences.
+        """Return the number of pairs of a query and a visible key, over all heads and sequences.
 
         >>> Case("square", "causal", 1, 2, 4, 8, causal=True).visible_pairs()
         20
@@ -137,18 +137,18 @@ class Case:
         return int(self.heads * np.maximum(seen, 0).sum())
 
     def multiply_adds(self) -> int:
-        """Multiply-adds of both products, hidden pairs left out."""
+        """Return the multiply-adds of both products, without hidden pairs."""
         return 2 * self.d_k * self.visible_pairs()
 
     def bytes_read(self) -> int | None:
-        """Bytes of k and v, if reading them is what takes the time."""
+        """Return the bytes of k and v if the case is bound by reading; else None."""
         if not self.bound_by_reading:
             return None
         batch, _, groups, _, keys, d_k = self.shape
         return 2 * batch * groups * keys * d_k * (2 if self.dtype == "bfloat16" else 4)
 
     def visible(self, rows: Array | None = None) -> Array | None:
-        """Who sees whom as a boolean array `[B or 1, 1, R, S]` for the queries `rows`; None if everybody sees all."""
+        """Return visibility as a boolean array `[B or 1, 1, R, S]` for the queries `rows`; None if all are visible."""
         rows = np.arange(self.queries) if rows is None else rows
         keys = np.arange(self.shape[4])
         seen = None
@@ -161,11 +161,11 @@ class Case:
         return seen
 
     def shorten(self, longest: int) -> Case | None:
-        """The case itself, unless it has more queries."""
+        """Return the case, or None if it has more than `longest` queries."""
         return self if self.queries <= longest else None
 
     def make_inputs(self, rng: np.random.Generator) -> list[Inputs]:
-        """Standard normal q, k, v, one set after another.
+        """Return standard normal q, k, v, one entry per set.
 
         >>> case = Case("real", "by token", 1, 2, 3, 4, by_token=True)
         >>> q = case.make_inputs(np.random.default_rng(0))[0].q
@@ -182,7 +182,7 @@ class Case:
         ]
 
     def draw(self, rng: np.random.Generator, heads: int, length: int) -> Array:
-        """Standard normal numbers `[B, heads, length, D]` in the memory layout of the case, rounded to its dtype."""
+        """Return standard normal numbers `[B, heads, length, D]` in the layout of the case, rounded to its dtype."""
         shape = (self.batch, length, heads, self.d_k) if self.by_token else (self.batch, heads, length, self.d_k)
         drawn = rng.standard_normal(shape, dtype=np.float32)
         if self.dtype == "bfloat16":
@@ -190,7 +190,7 @@ class Case:
         return drawn.swapaxes(1, 2) if self.by_token else drawn
 
     def compute_truth(self, inputs: Inputs) -> Truth:
-        """The reference's answer in float64 for `CHECKED_ROWS` queries spread evenly, first and last among them."""
+        """Return the reference's float64 result for `CHECKED_ROWS` evenly spaced queries, including first and last."""
         rows = np.unique(np.linspace(0, self.queries - 1, min(self.queries, CHECKED_ROWS)).round().astype(np.int64))
         q, k, v = (array.astype(np.float64) for array in (inputs.q[:, :, rows], inputs.k, inputs.v))
         with backends.use(backends.REFERENCE):

@@ -1,4 +1,4 @@
-"""A contender: one way to compute a task. And what contenders are called."""
+"""Defines a contender, which is one way to compute a task, and the names of all contenders."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from benchmarks.task import Answer
+from benchmarks.task import ContenderResult
 
 PLAIN = "sqrtdk"
 WITH_STATISTICS = "sqrtdk with statistics"
@@ -26,7 +26,7 @@ TRAINING = "training with sqrtdk"
 TRAINING_WITH_STATISTICS = "training with sqrtdk and statistics"
 TRAINING_PEER = "training with sdpa"
 
-# Whose times are set against those of the others.
+# Contenders whose times are compared with those of the others.
 SUBJECTS = (
     PLAIN,
     WITH_STATISTICS,
@@ -39,29 +39,29 @@ SUBJECTS = (
     TRAINING_WITH_STATISTICS,
 )
 
-# Which extra of sqrtdk brings a package; the last that is absent is told, as it brings the ones before it.
+# Extra of sqrtdk that installs a package; the last missing package counts, because its extra includes the others.
 _EXTRAS = {"torch": "torch", "transformers": "hf"}
 _EXTRAS |= dict.fromkeys(("onnxruntime", "onnx", "openvino", "zentorch"), "peers")
 
-Run = Callable[[], Any]
+TimedCall = Callable[[], Any]
 
 
 class NotForThisCaseError(Exception):
-    """The contender has no way to compute the case; the message says what is missing."""
+    """Raised if a contender cannot compute the case; the message says what is missing."""
 
 
 class PeerError(Exception):
-    """A contender in a process of its own failed, died or does not answer; the message says which."""
+    """Raised if a contender in its own process failed, died or does not answer; the message says which."""
 
 
 class RemoteRun(Protocol):
-    """A call in another process, which is timed there: the way there and back is not part of it."""
+    """Call in another process that is timed there, without the transfer."""
 
-    def __call__(self) -> Answer:
-        """Run it once and bring the answer."""
+    def __call__(self) -> ContenderResult:
+        """Run once and return the result."""
 
     def time(self, repeats: int, warm_up: bool) -> float:
-        """As `timing.time_run`, over there."""
+        """Return the same as `timing.time_run`, measured in the other process."""
 
 
 @dataclass(frozen=True)
@@ -69,22 +69,22 @@ class Contender:
     """One way to compute a task.
 
     Args:
-        name: what tables and figures call it.
+        name: name in tables and figures.
         needs: packages that must be installed.
-        prepare: a task, inputs that it made and threads to the call that is timed; raises `NotForThisCaseError`. Suites
-            bring tasks and the contenders that understand them together.
-        read: what the call returns to an `Answer`; not timed.
+        prepare: returns the timed call from a task, its inputs and a number of threads, or raises
+            `NotForThisCaseError`. Suites combine tasks with contenders that understand them.
+        read: returns a `ContenderResult` from the result of the call; not timed.
         takes_threads: False if the library cannot be told how many threads to use.
     """
 
     name: str
     needs: tuple[str, ...]
-    prepare: Callable[[Any, Any, int], Run]
-    read: Callable[[Any], Answer]
+    prepare: Callable[[Any, Any, int], TimedCall]
+    read: Callable[[Any], ContenderResult]
     takes_threads: bool = True
 
     def why_missing(self, threads: int, default_threads: int) -> str | None:
-        """Why the contender cannot take part on this machine; None if it can."""
+        """Return the reason why the contender cannot run on this machine; None if it can."""
         absent = [package for package in self.needs if importlib.util.find_spec(package) is None]
         if absent:
             extra = _EXTRAS.get(absent[-1])

@@ -1,10 +1,12 @@
-"""Who is timed: sqrtdk, the fused attention of other libraries, and statistics computed by hand.
+"""Benchmark contenders: sqrtdk, the fused attention of other libraries, and statistics computed by hand.
 
-A contender turns the inputs into its own arrays before the clock starts; what is timed is one call.
+A contender converts the inputs to its own arrays before the clock starts. The timing covers one call.
 """
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable, Sequence
 from importlib import metadata
 
@@ -12,25 +14,18 @@ import numpy as np
 
 from benchmarks import by_hand
 from benchmarks.cases import Case, Inputs
-from benchmarks.contender import (
-    PLAIN,
-    WITH_STATISTICS,
-    WITHOUT_MASK,
-    Contender,
-    NotForThisCaseError,
-    Run,
-)
+from benchmarks.contender import PLAIN, WITH_STATISTICS, WITHOUT_MASK, Contender, NotForThisCaseError, TimedCall
 from benchmarks.model import MODEL_CONTENDERS
 from benchmarks.peers import PEER_CONTENDERS
-from benchmarks.task import Answer
+from benchmarks.task import ContenderResult
 from benchmarks.tensors import TENSOR_CONTENDERS, tensor_of, tensors_of
 from benchmarks.training import TRAINING_CONTENDERS
-from sqrtdk.attention import Attention, attention
 from sqrtdk.errors import unknown_name
+from sqrtdk.operation.attention import Attention, attention
 
 
 def find_contender(name: str) -> Contender:
-    """A contender by its name; an unknown name raises and lists the known ones.
+    """Return a contender by its name; an unknown name raises and lists the known ones.
 
     >>> find_contender("sqrtdk").needs
     ()
@@ -42,7 +37,7 @@ def find_contender(name: str) -> Contender:
 
 
 def peer_versions() -> dict[str, str]:
-    """Versions of the libraries that contenders need, of those installed."""
+    """Return the versions of the installed libraries that contenders need."""
     versions = {}
     for package in sorted({package for contender in CONTENDERS for package in contender.needs}):
         try:
@@ -52,8 +47,8 @@ def peer_versions() -> dict[str, str]:
     return versions
 
 
-def _prepare_sqrtdk(*, statistics: bool, mask: bool = True) -> Callable[[Case, Inputs, int], Run]:
-    def prepare(case: Case, inputs: Inputs, threads: int) -> Run:
+def _prepare_sqrtdk(*, statistics: bool, mask: bool = True) -> Callable[[Case, Inputs, int], TimedCall]:
+    def prepare(case: Case, inputs: Inputs, threads: int) -> TimedCall:
         q, k, v, padding = inputs[:4]
         options = case.options()
         if padding is not None and mask:
@@ -63,18 +58,35 @@ def _prepare_sqrtdk(*, statistics: bool, mask: bool = True) -> Callable[[Case, I
     return prepare
 
 
-def _read_sqrtdk(result: Attention) -> Answer:
-    return Answer(result.output, None if result.statistics is None else result.statistics.entropy)
+def _read_sqrtdk(result: Attention) -> ContenderResult:
+    return ContenderResult(result.output, None if result.statistics is None else result.statistics.entropy)
 
 
-def _prepare_torch_matrix(case: Case, inputs: Inputs, threads: int) -> Run:
+def why_too_large(name: str, n: int) -> str | None:
+    """Return the reason why a contender with n×n matrices cannot run here; None if it can, or holds no matrices."""
+    needed = _COPIES.get(name, 0) * 4 * n * n
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return f"needs about {needed / 2**30:.0f} GiB, more than is free" if needed > free else None
+
+
+def _prepare_textbook(case: Case, inputs: Inputs, threads: int) -> TimedCall:
+    _require_equal_heads(case)
+    if case.causal or case.padding is not None:
+        raise NotForThisCaseError("timed without masks only")
+    if (reason := why_too_large(TEXTBOOK, case.queries)) is not None:
+        raise NotForThisCaseError(reason)
+    q, k, v = tensors_of(inputs)
+    return lambda: (q @ k.mT / math.sqrt(q.shape[-1])).softmax(dim=-1) @ v
+
+
+def _prepare_torch_matrix(case: Case, inputs: Inputs, threads: int) -> TimedCall:
     _require_equal_heads(case)
     q, k, v = tensors_of(inputs)
     visible = tensor_of(case.visible())
     return lambda: by_hand.attend_in_torch(q, k, v, visible)
 
 
-def _prepare_two_passes(case: Case, inputs: Inputs, threads: int) -> Run:
+def _prepare_two_passes(case: Case, inputs: Inputs, threads: int) -> TimedCall:
     _require_equal_heads(case)
     if case.window is not None or case.padding is not None:
         raise NotForThisCaseError("the second pass is written for full and causal attention")
@@ -82,7 +94,7 @@ def _prepare_two_passes(case: Case, inputs: Inputs, threads: int) -> Run:
     return lambda: by_hand.attend_in_two_passes(q, k, v, case.causal)
 
 
-def _prepare_numpy_matrix(case: Case, inputs: Inputs, threads: int) -> Run:
+def _prepare_numpy_matrix(case: Case, inputs: Inputs, threads: int) -> TimedCall:
     _require_equal_heads(case)
     visible = case.visible()
     return lambda: by_hand.attend_in_numpy(inputs, visible)
@@ -93,10 +105,15 @@ def _require_equal_heads(case: Case) -> None:
         raise NotForThisCaseError("timed with as many key/value heads as query heads only")
 
 
-def _read_by_hand(result: by_hand.ByHand) -> Answer:
-    return Answer(np.asarray(result.output), np.asarray(result.statistics["entropy"]))
+def _read_by_hand(result: by_hand.ByHand) -> ContenderResult:
+    return ContenderResult(np.asarray(result.output), np.asarray(result.statistics["entropy"]))
 
 
+TEXTBOOK = "textbook in torch"
+MATRICES = ("n×n in torch", "n×n in NumPy")
+BY_HAND = ("torch SDPA + second pass", *MATRICES)
+# Number of float32 matrices of all logits that each contender holds: dot products, logits, weights and temporaries.
+_COPIES = {TEXTBOOK: 3, **dict.fromkeys(MATRICES, 6)}
 CONTENDERS: Sequence[Contender] = (
     Contender(PLAIN, (), _prepare_sqrtdk(statistics=False), _read_sqrtdk),
     Contender(WITH_STATISTICS, (), _prepare_sqrtdk(statistics=True), _read_sqrtdk),
@@ -105,10 +122,8 @@ CONTENDERS: Sequence[Contender] = (
     *MODEL_CONTENDERS,
     *TRAINING_CONTENDERS,
     *PEER_CONTENDERS,
+    Contender(TEXTBOOK, ("torch",), _prepare_textbook, lambda output: ContenderResult(output.numpy())),
     Contender("n×n in NumPy", (), _prepare_numpy_matrix, _read_by_hand, takes_threads=False),
     Contender("n×n in torch", ("torch",), _prepare_torch_matrix, _read_by_hand),
     Contender("torch SDPA + second pass", ("torch",), _prepare_two_passes, _read_by_hand),
 )
-
-MATRICES = ("n×n in torch", "n×n in NumPy")
-BY_HAND = ("torch SDPA + second pass", *MATRICES)

@@ -1,9 +1,9 @@
 """Fill the tables of Markdown documents from benchmarks that `python -m benchmarks --output` wrote.
 
-    python -m benchmarks.fill_tables benchmarks/peers.json benchmarks/tensors.json docs/performance.md README.md
+    python -m benchmarks.fill_tables benchmarks/peers.json benchmarks/growth.json docs/performance.md
 
-Files that end in .json are read, the others are written. What a document's tables are called stands in
-`benchmarks/markdown.py`.
+Files that end in .json are read, the others are written. `benchmarks/markdown.py` explains the names of the tables in a
+document.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 
 from benchmarks.markdown import fill_tables
 from sqrtdk.errors import SqrtdkError
-from sqrtdk.records import Record
+from sqrtdk.records.record import Record
 
 
 def main(names: list[str]) -> None:
-    """Fill the documents among these files from the raw results among them."""
+    """Fill the documents in this list of files from the benchmark results in the list."""
     paths = [Path(name) for name in names]
     records = [Record.from_json(json.loads(path.read_text())) for path in paths if path.suffix == ".json"]
     documents = [path for path in paths if path.suffix != ".json"]

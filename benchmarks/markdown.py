@@ -1,7 +1,7 @@
-"""Tables of a benchmark as Markdown, and documents whose tables are filled from its JSON.
+"""Writes the tables of a benchmark as Markdown, and fills documents from the benchmark's JSON.
 
-A document holds `<!-- bench: NAME -->`, and further down `<!-- end -->`; what lies between is written here. NAME is
-that of a suite, or `costs_` with that of a suite.
+A document holds `<!-- bench: NAME -->`, and further down `<!-- end -->`. The table is written between the two. NAME is
+the name of a suite, `costs_` and the name of a suite, or `per_logit`.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sqrtdk.errors import InvalidValueError
-from sqrtdk.records import Record
+from sqrtdk.records.record import Record
 
 _BLOCK = re.compile(r"(<!-- bench: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 Rows = Sequence[Mapping[str, Any]]
 
 
 def fill_tables(document: str, records: Sequence[Record]) -> str:
-    """The document with each of its tables written anew from the record that has its numbers.
+    """Return the document with each of its tables rewritten from the record that has its numbers.
 
     Args:
         document: Markdown.
-        records: benchmarks; the last that has a suite counts.
+        records: benchmarks; for each suite, the last record that has it counts.
 
     Returns:
-        The document; tables of suites that no record has stay as they were.
+        The document. Tables of suites that no record has stay unchanged.
 
     Raises:
-        InvalidValueError: no table of the document has numbers in the records.
+        InvalidValueError: if the records have numbers for none of the document's tables.
     """
     tables: dict[str, str] = {}
     for record in records:
@@ -48,10 +48,10 @@ def fill_tables(document: str, records: Sequence[Record]) -> str:
 
 
 def write_tables(record: Record) -> dict[str, str]:
-    """The ratios of each suite, and the costs, as Markdown with the circumstances under it, by name.
+    """Return the ratios of each suite, and the costs, as Markdown tables by name, with machine and command below.
 
-    A cell is the time of the peer over that of sqrtdk with its 95% interval, and the peer's error; bold where sqrtdk is
-    slower.
+    A cell has the time of the peer over that of sqrtdk with its 95% interval, and the peer's error. It is bold if
+    sqrtdk is slower.
     """
     ratios = record.tables.get("ratios", [])
     tables = {
@@ -61,6 +61,8 @@ def write_tables(record: Record) -> dict[str, str]:
     costs = record.tables.get("costs", [])
     for suite in dict.fromkeys(row["suite"] for row in costs):
         tables[f"costs_{suite}"] = _write_costs([row for row in costs if row["suite"] == suite])
+    if record.tables.get("growth"):
+        tables["per_logit"] = _write_growth(record)
     left_out = record.tables.get("left_out", [])
     return {name: table + _describe(record, left_out) for name, table in tables.items()}
 
@@ -96,8 +98,29 @@ def _write_costs(rows: Rows) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _write_growth(record: Record) -> str:
+    """Return time per logit and peak memory at each number of keys, then the powers with which both grow."""
+    curves = [curve for curve in record.curves["growth"] if curve["window"] is None]
+    memory = {(row["contender"], row["n"]): row for row in record.tables.get("memory", [])}
+    names = [curve["contender"] for curve in curves]
+    head = ["queries and keys", *(f"{name}, ns per logit" for name in names), *(f"{name}, MiB" for name in names)]
+    lines = [_line(head), _line(["---"] * len(head))]
+    for n in sorted({n for curve in curves for n in curve["n"]}):
+        times = [dict(zip(curve["n"], curve["milliseconds"], strict=True)).get(n) for curve in curves]
+        peaks = [memory.get((name, n), {}).get("mebibytes") for name in names]
+        per_logit = ["–" if time is None else f"{1e6 * time / n**2:.3g}" for time in times]
+        lines.append(_line((f"{n}", *per_logit, *("–" if peak is None else f"{peak:.1f}" for peak in peaks))))
+    return "\n".join([*lines, "", *map(_read_power, record.tables["growth"])]) + "\n"
+
+
+def _read_power(row: Mapping[str, Any]) -> str:
+    interval = "" if row["low"] is None else f" [{row['low']:.2f}, {row['high']:.2f}]"
+    over = f"{row['grows_with']} from {row['smallest']} to {row['largest']}"
+    return f"- {row['contender']}, {row['what']}: grows as {over} to the power {row['power']:.2f}{interval}."
+
+
 def _describe(record: Record, left_out: Rows) -> str:
-    """Under a table: the machine, the versions, the command, who is missing and why."""
+    """Return the text below a table: the machine, the versions, the command, and the contenders left out."""
     spec = record.spec
     versions = ", ".join(f"{name} {version}" for name, version in spec.get("peers", {}).items())
     machine = f"{spec['cpu']}, {spec['backend']}, threads: {spec['threads']}, rounds: {spec.get('rounds')}"

@@ -1,7 +1,7 @@
-"""Peak memory of one call beyond its inputs and results, each measured in a process of its own.
+"""Measures the peak memory of one call beyond its inputs and results, each in its own process.
 
-The number is the rise of the process's peak resident memory (Linux, `VmHWM`) during the call. One call with a single
-query and key goes before, so that libraries are loaded; threads and scratch memory of the real call count.
+The result is the rise of the process's peak resident memory (Linux, `VmHWM`) during the call. A call with a single
+query and key runs first, so that libraries are loaded. Threads and scratch memory of the real call count.
 """
 
 from __future__ import annotations
@@ -20,19 +20,17 @@ import numpy as np
 
 from benchmarks.cases import Case
 from benchmarks.contender import Contender
-from benchmarks.contenders import MATRICES, find_contender
+from benchmarks.contenders import find_contender, why_too_large
 from sqrtdk import backends
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-# Contenders that hold the n×n matrix hold it about so often: logits, weights and temporaries, in float32.
-_COPIES = 6
 _TIMEOUT_SECONDS = 600
 D_K = 64
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes beyond inputs and results at n queries and keys, or why there is no number."""
+    """Bytes beyond inputs and results at n queries and keys, or the reason why there is no number."""
 
     contender: str
     n: int
@@ -44,9 +42,8 @@ def measure_peak(contender: Contender, n: int, threads: int) -> Peak:
     """Measure one contender at n queries and n keys of one head in a fresh process."""
     if not _can_reset():
         return Peak(contender.name, n, None, "peak memory cannot be read on this system")
-    needed = _COPIES * 4 * n * n
-    if contender.name in MATRICES and needed > _free_bytes():
-        return Peak(contender.name, n, None, f"needs about {needed / 2**30:.0f} GiB, more than is free")
+    if (reason := why_too_large(contender.name, n)) is not None:
+        return Peak(contender.name, n, None, reason)
     task = {"contender": contender.name, "n": n, "threads": threads, "backend": backends.current()}
     call = "import sys; from benchmarks.memory import print_peak; print_peak(sys.argv[1])"
     command = [sys.executable, "-c", call, json.dumps(task)]
@@ -58,7 +55,7 @@ def measure_peak(contender: Contender, n: int, threads: int) -> Peak:
 
 
 def print_peak(task: str) -> None:
-    """Run in the measuring process: do the task and print the peak as JSON."""
+    """Do the task in the measuring process and print the peak as JSON."""
     asked = json.loads(task)
     if "torch" in find_contender(asked["contender"]).needs:
         import torch
@@ -76,14 +73,14 @@ def _rise_of_peak(contender: Contender, n: int, threads: int) -> int:
         for case in (Case("memory", "tiny", 1, 1, 1, D_K), Case("memory", "whole", 1, 1, n, D_K))
     ]
     runs[0]()
-    _CLEAR.write_text("5")  # from here on the peak is what is resident now
+    _CLEAR.write_text("5")  # resets the peak to the present resident memory
     before = _read_status("VmHWM")
     result = runs[1]()
     return max(0, _read_status("VmHWM") - before - _count_bytes(result))
 
 
 def _count_bytes(result: Any) -> int:
-    """Bytes of all arrays and tensors in what a contender returns."""
+    """Return the bytes of all arrays and tensors in a contender's result."""
     if hasattr(result, "nbytes"):
         return int(result.nbytes)
     if is_dataclass(result):
@@ -94,7 +91,7 @@ def _count_bytes(result: Any) -> int:
 
 
 def _read_status(name: str) -> int:
-    """A field of the process's status in bytes."""
+    """Return a field of the process's status in bytes."""
     found = re.search(rf"^{name}:\s+(\d+) kB", _STATUS.read_text(), re.MULTILINE)
     assert found is not None
     return int(found.group(1)) * 1024
@@ -102,7 +99,3 @@ def _read_status(name: str) -> int:
 
 def _can_reset() -> bool:
     return os.access(_CLEAR, os.W_OK) and "VmHWM" in _STATUS.read_text()
-
-
-def _free_bytes() -> int:
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

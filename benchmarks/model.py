@@ -1,6 +1,6 @@
-"""A whole model of transformers as a task: GPT-2 from its configuration, with one attention or another.
+"""Benchmark task with a whole Hugging Face model: GPT-2 from its configuration, with exchangeable attention.
 
-Weights are random; nothing is downloaded. All contenders share them.
+Weights are random and shared by all contenders; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from benchmarks.contender import MODEL, MODEL_PEERS, Contender, NotForThisCaseError, Run
-from benchmarks.task import Answer, Array, Errors, Truth
+from benchmarks.contender import MODEL, MODEL_PEERS, Contender, NotForThisCaseError, TimedCall
+from benchmarks.task import Array, ContenderResult, Errors, Truth
 from sqrtdk.errors import MissingExtraError
 
-# Logits are checked at this many tokens of the last sequence, the first ones: the model is causal, so the rest of the
-# sequence has no influence on them.
+# Logits are checked at this many first tokens of the last sequence. The model is causal, so later tokens do not
+# affect them.
 CHECKED_TOKENS = 256
 _QUICK_TOKENS = 128
-# Entries of q and k have about this standard deviation, so logits its square: sharp enough for a wrong scale to show.
+# Standard deviation of entries of q and k; logits have its square, sharp enough to reveal a wrong scale.
 _SPREAD = 1.4
 
 
 class ModelInputs(NamedTuple):
-    """The model, in evaluation mode and float32, and tokens `[B, L]`."""
+    """Model in evaluation mode and float32, and tokens `[B, L]`."""
 
     model: Any
     tokens: Any
@@ -37,15 +37,15 @@ class LogitTruth(NamedTuple):
 
     logits: Array
 
-    def compare(self, answer: Answer) -> Errors:
-        """The largest error relative to the largest logit."""
+    def compare(self, answer: ContenderResult) -> Errors:
+        """Return the largest error relative to the largest logit."""
         logits = answer.output[-1, : len(self.logits)]
         return Errors(float(np.abs(logits - self.logits).max() / np.abs(self.logits).max()))
 
 
 @dataclass(frozen=True)
 class ModelCase:
-    """Logits of a GPT-2 for all tokens, without gradients and without a cache; the defaults are its small one."""
+    """Logits of a GPT-2 for all tokens, without gradients or cache. The defaults are those of GPT-2 small."""
 
     batch: int
     tokens: int
@@ -62,7 +62,7 @@ class ModelCase:
 
     @property
     def name(self) -> str:
-        """The model and the number of tokens.
+        """Return the name of the model and the number of tokens.
 
         >>> ModelCase(4, 512).name
         'GPT-2 small, 4×512 tokens'
@@ -71,15 +71,15 @@ class ModelCase:
 
     @property
     def shape(self) -> tuple[int, int, int, int, int, int]:
-        """(B, L, layers, H, width, vocabulary)."""
+        """Return (B, L, layers, H, width, vocabulary)."""
         return self.batch, self.tokens, self.layers, self.heads, self.width, self.vocabulary
 
     def settings(self) -> dict[str, Any]:
-        """What else is set in the configuration."""
+        """Return further settings of the configuration."""
         return {}
 
     def make_inputs(self, rng: np.random.Generator) -> list[ModelInputs]:
-        """A model with random weights, and random tokens; torch's random stream is left as it was."""
+        """Return a model with random weights, and random tokens; torch's random stream is unchanged."""
         import torch
 
         transformers = import_module("transformers")
@@ -100,13 +100,13 @@ class ModelCase:
         return [ModelInputs(model, torch.from_numpy(rng.integers(self.vocabulary, size=(self.batch, self.tokens))))]
 
     def compute_truth(self, inputs: ModelInputs) -> Truth:
-        """What the model says in float64, with the attention that transformers writes out in full."""
+        """Return the logits in float64, with the eager attention of transformers."""
         exact = copy.deepcopy(inputs.model).double()
         exact.set_attn_implementation("eager")
         return LogitTruth(_predict(exact, inputs.tokens[-1:, :CHECKED_TOKENS])[0].numpy())
 
     def multiply_adds(self) -> int:
-        """Multiply-adds of projections, attention and the last layer, hidden pairs left out.
+        """Return the multiply-adds of projections, attention and the last layer, without hidden pairs.
 
         >>> ModelCase(1, 2, layers=1, heads=1, width=1, vocabulary=10).multiply_adds()
         50
@@ -116,10 +116,10 @@ class ModelCase:
         return self.batch * self.tokens * weights + self.layers * 2 * self.width * seen
 
     def bytes_read(self) -> None:
-        """Not judged by it."""
+        """Return None: the task is not judged by reading."""
 
     def shorten(self, longest: int) -> ModelCase:
-        """One short sequence."""
+        """Return the case with one short sequence."""
         return replace(self, batch=1, tokens=min(self.tokens, longest, _QUICK_TOKENS))
 
 
@@ -130,8 +130,8 @@ def _predict(model: Any, tokens: Any) -> Any:
         return model(tokens, use_cache=False).logits
 
 
-def _prepare(implementation: str) -> Callable[[ModelCase, ModelInputs, int], Run]:
-    def prepare(case: ModelCase, inputs: ModelInputs, threads: int) -> Run:
+def _prepare(implementation: str) -> Callable[[ModelCase, ModelInputs, int], TimedCall]:
+    def prepare(case: ModelCase, inputs: ModelInputs, threads: int) -> TimedCall:
         if implementation == "sqrtdk":
             register_sqrtdk()
         shared = {id(tensor): tensor for tensor in (*inputs.model.parameters(), *inputs.model.buffers())}
@@ -143,17 +143,17 @@ def _prepare(implementation: str) -> Callable[[ModelCase, ModelInputs, int], Run
 
 
 def register_sqrtdk() -> None:
-    """Make transformers know sqrtdk; where it is too old for that, no case can be computed."""
+    """Register sqrtdk with transformers; raise `NotForThisCaseError` if transformers is too old."""
     from sqrtdk.torch.huggingface import register_huggingface
 
     try:
         register_huggingface()
-    except MissingExtraError as reason:  # a transformers too old for it
+    except MissingExtraError as reason:  # transformers is too old
         raise NotForThisCaseError(str(reason)) from None
 
 
-def _read(logits: Any) -> Answer:
-    return Answer(logits.numpy())
+def _read(logits: Any) -> ContenderResult:
+    return ContenderResult(logits.numpy())
 
 
 MODEL_CONTENDERS = tuple(

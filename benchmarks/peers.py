@@ -1,6 +1,6 @@
-"""The fused attention of other libraries, each as its documentation says that it is called.
+"""Contenders from other libraries: their fused attention, called as each documentation describes.
 
-Two of them in one process disturb one another: they are timed in processes of their own (`apart`).
+Two of these libraries in one process disturb each other, so each is timed in its own process (`apart`).
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cases import Case, Inputs, narrow_to_bfloat16, widen_bfloat16
-from benchmarks.contender import PEERS, Contender, NotForThisCaseError, Run
-from benchmarks.task import Answer, Array
+from benchmarks.contender import PEERS, Contender, NotForThisCaseError, TimedCall
+from benchmarks.task import Array, ContenderResult
 from benchmarks.tensors import tensors_of
 
-Prepare = Callable[[Case, Inputs, int], Run]
+Prepare = Callable[[Case, Inputs, int], TimedCall]
 
 
 def _for_plain_cases(prepare: Prepare) -> Prepare:
-    """What peers are compared in: full or causal attention, as many key/value heads as query heads."""
+    """Return a `prepare` that accepts only full or causal attention with equal numbers of query and key/value heads."""
 
-    def prepare_plain(case: Case, inputs: Inputs, threads: int) -> Run:
+    def prepare_plain(case: Case, inputs: Inputs, threads: int) -> TimedCall:
         if case.groups not in (None, case.heads):
             raise NotForThisCaseError("timed with as many key/value heads as query heads only")
         if case.window is not None or case.padding is not None:
@@ -32,8 +32,8 @@ def _for_plain_cases(prepare: Prepare) -> Prepare:
     return prepare_plain
 
 
-def _prepare_zentorch(case: Case, inputs: Inputs, threads: int) -> Run:
-    """AMD's plugin: an operator of torch's, which gives output and log-sum-exp."""
+def _prepare_zentorch(case: Case, inputs: Inputs, threads: int) -> TimedCall:
+    """Return a call of AMD's plugin, a torch operator that returns output and log-sum-exp."""
     torch = import_module("torch")
     import_module("zentorch")
     q, k, v = tensors_of(inputs, case.dtype)
@@ -41,15 +41,15 @@ def _prepare_zentorch(case: Case, inputs: Inputs, threads: int) -> Run:
     return lambda: attend(q, k, v, 0.0, case.causal)[0]
 
 
-def _prepare_flex(case: Case, inputs: Inputs, threads: int) -> Run:
-    """FlexAttention compiled for this shape; causal by a mask of blocks."""
+def _prepare_flex(case: Case, inputs: Inputs, threads: int) -> TimedCall:
+    """Return a call of FlexAttention compiled for this shape; a block mask makes it causal."""
     torch, flex = import_module("torch"), import_module("torch.nn.attention.flex_attention")
     q, k, v = tensors_of(inputs, case.dtype)
     visible = None
     if case.causal:
         _, _, _, queries, keys, _ = case.shape
         visible = flex.create_block_mask(lambda b, h, i, j: i >= j, None, None, queries, keys, device="cpu")
-    torch.compiler.reset()  # after some shapes the compiler gives up on a function and runs it as it is
+    torch.compiler.reset()  # after some shapes the compiler stops compiling a function
     attend = torch.compile(flex.flex_attention, dynamic=False)
 
     def run() -> Any:
@@ -59,12 +59,12 @@ def _prepare_flex(case: Case, inputs: Inputs, threads: int) -> Run:
     return run
 
 
-def _read_tensor(output: Any) -> Answer:
-    return Answer(output.float().numpy())
+def _read_tensor(output: Any) -> ContenderResult:
+    return ContenderResult(output.float().numpy())
 
 
-def _prepare_onnxruntime(case: Case, inputs: Inputs, threads: int) -> Run:
-    """Its own operator, MultiHeadAttention, on `[B, L, H·D]`."""
+def _prepare_onnxruntime(case: Case, inputs: Inputs, threads: int) -> TimedCall:
+    """Return a call of onnxruntime's operator MultiHeadAttention on `[B, L, H·D]`."""
     if case.dtype != "float32":
         raise NotForThisCaseError(f"its attention on the CPU has no {case.dtype}")
     runtime, onnx = import_module("onnxruntime"), import_module("onnx")
@@ -91,12 +91,12 @@ def _prepare_onnxruntime(case: Case, inputs: Inputs, threads: int) -> Run:
     return lambda: (session.run(None, fed)[0], heads)
 
 
-def _read_onnxruntime(result: tuple[Array, int]) -> Answer:
+def _read_onnxruntime(result: tuple[Array, int]) -> ContenderResult:
     output, heads = result
-    return Answer(output.reshape(*output.shape[:2], heads, -1).swapaxes(1, 2))
+    return ContenderResult(output.reshape(*output.shape[:2], heads, -1).swapaxes(1, 2))
 
 
-def _prepare_openvino(case: Case, inputs: Inputs, threads: int) -> Run:
+def _prepare_openvino(case: Case, inputs: Inputs, threads: int) -> TimedCall:
     openvino, operations = import_module("openvino"), import_module("openvino.opset13")
     arrays = [np.ascontiguousarray(array) for array in inputs[:3]]
     element, hint = (openvino.Type.bf16, "bf16") if case.dtype == "bfloat16" else (openvino.Type.f32, "f32")
@@ -106,29 +106,31 @@ def _prepare_openvino(case: Case, inputs: Inputs, threads: int) -> Run:
     compiled = openvino.Core().compile_model(openvino.Model([node], parameters, "attention"), "CPU", settings)
     request = compiled.create_infer_request()
     if case.dtype == "bfloat16":
-        # NumPy has no such numbers: tensors on their bits.
+        # NumPy has no bfloat16, so tensors are made from the bits.
         fed = {i: openvino.Tensor(narrow_to_bfloat16(a), list(a.shape), element) for i, a in enumerate(arrays)}
     else:
         fed = dict(enumerate(arrays))
     return lambda: request.infer(fed, share_inputs=True, share_outputs=True)[0]
 
 
-def _read_openvino(output: Any) -> Answer:
-    """float32, or the bits of bfloat16 under the name of another type of two bytes."""
+def _read_openvino(output: Any) -> ContenderResult:
+    """Return the result from float32, or from bfloat16 bits that have another two-byte type."""
     array = np.asarray(output)
-    return Answer(array if array.itemsize == 4 else widen_bfloat16(np.ascontiguousarray(array).view(np.uint16)))
+    return ContenderResult(
+        array if array.itemsize == 4 else widen_bfloat16(np.ascontiguousarray(array).view(np.uint16))
+    )
 
 
-def _prepare_jax(case: Case, inputs: Inputs, threads: int) -> Run:
-    """On `[B, L, H, D]`, compiled by XLA."""
+def _prepare_jax(case: Case, inputs: Inputs, threads: int) -> TimedCall:
+    """Return a call of JAX's attention on `[B, L, H, D]`, compiled by XLA."""
     jax = import_module("jax")
     q, k, v = (jax.numpy.asarray(_by_token(array)).astype(case.dtype) for array in inputs[:3])
     attend = jax.jit(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=case.causal))
     return lambda: attend(q, k, v).block_until_ready()
 
 
-def _read_jax(output: Any) -> Answer:
-    return Answer(np.asarray(output).astype(np.float32).swapaxes(1, 2))
+def _read_jax(output: Any) -> ContenderResult:
+    return ContenderResult(np.asarray(output).astype(np.float32).swapaxes(1, 2))
 
 
 def _by_token(array: Array) -> Array:

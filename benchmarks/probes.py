@@ -1,7 +1,7 @@
-"""How fast the machine is at this moment: multiply-adds and reading by the kernel's own probes, and a matrix product.
+"""Probes of the machine's present speed: multiply-adds, reading, and a matrix product.
 
-A shared or throttled machine changes its speed while a benchmark runs. Probes stand before and after every round, and a
-round between two that differ is not counted.
+A shared or throttled machine changes its speed while a benchmark runs. Probes run before and after every round, and a
+round between two different probes is not counted.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import numpy as np
 
 from sqrtdk import backends
 
-# A round counts if the slower of the two probes beside it reaches these shares of the faster one. The product of
-# matrices depends on what lies in the caches as well, so more is allowed.
+# A round counts if the slower of its two neighbouring probes reaches these shares of the faster one. The matrix product
+# also depends on the state of the caches, so its limit is wider.
 LEAST_SHARES = {"multiply_adds": 0.9, "gemm": 0.8}
 _GEMM_SIZE = 768
-# Idle threads of the last contender's OpenMP runtime spin for some milliseconds on a core that the next one needs.
+# Idle threads of the last contender's OpenMP runtime spin for some milliseconds on cores that the next one needs.
 _SETTLING_SECONDS = 0.01
 
 
 class Probe(NamedTuple):
-    """What the machine did per second: float32 multiply-adds, the same within a matrix product, bytes read.
+    """Speed of the machine per second: float32 multiply-adds, multiply-adds in a matrix product, bytes read.
 
-    None where it was not or cannot be probed: without the kernel only the matrix product is.
+    A value is None if it was not probed. Without the kernel only the matrix product is probed.
     """
 
     multiply_adds: float | None
@@ -46,7 +46,7 @@ class Prober:
         self.results: list[Probe] = []
 
     def probe(self, *, reading: bool = False) -> Probe:
-        """Probe now; reading takes longer and is done where asked."""
+        """Probe now and return the result; reading takes longer and is probed only on request."""
         self.settle()
         rate, read = None, None
         if self._kernel is not None:
@@ -58,7 +58,7 @@ class Prober:
 
     @staticmethod
     def settle() -> None:
-        """Wait until the threads of whoever ran last are asleep."""
+        """Wait until the threads of the last contender are asleep."""
         time.sleep(_SETTLING_SECONDS)
 
     def _probe_gemm(self) -> float:
@@ -69,7 +69,7 @@ class Prober:
 
 
 def best_of(probes: Sequence[Probe]) -> Probe:
-    """The best of each quantity.
+    """Return the best value of each quantity.
 
     >>> best_of([Probe(None, 1.0, None), Probe(None, 3.0, 2.0)])
     Probe(multiply_adds=None, gemm=3.0, bytes_read=2.0)
@@ -80,7 +80,7 @@ def best_of(probes: Sequence[Probe]) -> Probe:
 
 
 def is_steady(before: Probe, after: Probe) -> bool:
-    """Whether the machine was about as fast after a round as before it.
+    """Return whether the machine was about as fast after a round as before it.
 
     >>> is_steady(Probe(89.0, 100.0, None), Probe(100.0, 100.0, None))
     False
@@ -95,7 +95,7 @@ def is_steady(before: Probe, after: Probe) -> bool:
 
 
 def _make_product() -> Callable[[], Any]:
-    """A float32 product by torch, which keeps to the number of threads; by NumPy where torch is not installed."""
+    """Return a float32 matrix product by torch, which respects the number of threads; by NumPy without torch."""
     shape = (2, _GEMM_SIZE, _GEMM_SIZE)
     a, b = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
     if importlib.util.find_spec("torch") is None:

@@ -1,4 +1,4 @@
-"""The suites: which cases they hold, and who is timed on them."""
+"""Benchmark suites: their cases, and the contenders timed on each."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from benchmarks.contender import (
     WITH_STATISTICS,
     WITHOUT_MASK,
 )
-from benchmarks.contenders import BY_HAND, MATRICES
+from benchmarks.contenders import BY_HAND, MATRICES, TEXTBOOK
 from benchmarks.model import ModelCase
-from benchmarks.task import Task
+from benchmarks.task import TimedTask
 from benchmarks.tensors import BackwardCase, RecordedCase
 from benchmarks.training import TrainingCase
 from sqrtdk.errors import InvalidValueError, unknown_name
 
 _SQUARES = ((8, 8, 128, 64), (1, 8, 512, 64), (1, 8, 2048, 64), (1, 4, 4096, 128))
-# The second one is GPT-2's.
+# The second shape is that of GPT-2.
 _PEER_SQUARES = ((8, 8, 128, 64), (1, 12, 512, 64), (1, 8, 2048, 64), (1, 4, 4096, 128))
-_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 _WINDOW = 256
-# Longer ones are left out of a quick run.
+# Longer sequences are left out of a quick run.
 _QUICK_LENGTH = 2048
 _TENSORS = (TENSORS, TENSORS_WITH_STATISTICS, TORCH)
 _BACKWARD = (TENSORS_BACKWARD, TORCH_BACKWARD)
@@ -47,40 +47,40 @@ _RECORDED = (TENSORS_RECORDED, TORCH_RECORDED)
 
 @dataclass(frozen=True)
 class Suite:
-    """Cases with those who are timed on them, by name; `about` is one line for the reader.
+    """Cases and the names of the contenders timed on them; `about` is a one-line description.
 
-    With `apart` everyone is in a process of its own, sqrtdk too.
+    With `apart`, every contender runs in its own process, including sqrtdk.
     """
 
     name: str
     about: str
-    cases: Sequence[Task] = ()
+    cases: Sequence[TimedTask] = ()
     contenders: Sequence[str] = ()
     apart: bool = False
 
     @property
     def subjects(self) -> list[str]:
-        """Those whose times are set against the others'."""
+        """Return the contenders whose times are compared with those of the others."""
         return [name for name in self.contenders if name in SUBJECTS]
 
-    def contenders_for(self, case: Task) -> list[str]:
-        """Who is timed on one of the cases."""
+    def contenders_for(self, case: TimedTask) -> list[str]:
+        """Return the contenders that are timed on a case."""
         for kind, own in ((BackwardCase, _BACKWARD), (RecordedCase, _RECORDED)):
             if isinstance(case, kind):
                 return [name for name in self.contenders if name in own]
         left_away = {*_BACKWARD, *_RECORDED}
-        # A mask that hides something changes the answer, so only one that hides nothing can be left away.
+        # A mask that hides keys changes the result, so only a mask that hides nothing can be left away.
         if not isinstance(case, Case) or case.padding != 0.0:
             left_away.add(WITHOUT_MASK)
         if isinstance(case, Case) and case.suite == "growth" and case.window is not None:
-            left_away |= {WITH_STATISTICS, TORCH}  # torch would need the n×n mask
+            left_away |= {WITH_STATISTICS, TORCH, TEXTBOOK}  # torch would need the n×n mask
         return [name for name in self.contenders if name not in left_away]
 
 
 def choose_suites(names: Sequence[str] | None, *, case: str | None = None, quick: bool = False) -> list[Suite]:
-    """The named suites (None: all), with long sequences left out if it has to be quick.
+    """Return the named suites (None: all), without long sequences if `quick`.
 
-    With `case`, only the cases that have this text in their name, and the suites that have such cases.
+    With `case`, return only cases whose name contains this text, and suites that have such cases.
 
     >>> [suite.name for suite in choose_suites(["overhead", "square"])]
     ['square', 'overhead']
@@ -105,8 +105,8 @@ def choose_suites(names: Sequence[str] | None, *, case: str | None = None, quick
 
 
 def memory_lengths(*, quick: bool = False) -> list[int]:
-    """The numbers of queries and keys that memory is measured at; the last is the headline's."""
-    return [1024, _QUICK_LENGTH] if quick else [2048, 8192, 16384]
+    """Return the numbers of queries and keys at which memory is measured; the headline uses the last."""
+    return [n for n in _LENGTHS if n <= _QUICK_LENGTH] if quick else list(_LENGTHS)
 
 
 def _shorten(suite: Suite) -> Suite:
@@ -144,7 +144,7 @@ def _real() -> list[Case]:
 
 
 def _tensors() -> list[Case]:
-    """Forward on all, then forward and backward on all; of the real ones, those of each layout, group and mask."""
+    """Return forward cases, then forward-and-backward cases; the real shapes cover each layout, group and mask."""
     token: dict[str, Any] = {"by_token": True}
     forward = [
         *_squares("tensors"),
@@ -216,6 +216,6 @@ SUITES = (
         [TrainingCase(4, 512), TrainingCase(4, 512, dropout=0.1)],
         (TRAINING, TRAINING_WITH_STATISTICS, TRAINING_PEER),
     ),
-    Suite("growth", "time over N as a power", _growing(), (PLAIN, WITH_STATISTICS, TORCH)),
-    Suite("memory", "peak memory beyond inputs and results", (), (PLAIN, WITH_STATISTICS, TORCH, *MATRICES)),
+    Suite("growth", "time over N as a power", _growing(), (PLAIN, WITH_STATISTICS, TORCH, TEXTBOOK)),
+    Suite("memory", "peak memory beyond inputs and results", (), (PLAIN, WITH_STATISTICS, TORCH, TEXTBOOK, *MATRICES)),
 )

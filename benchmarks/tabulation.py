@@ -1,4 +1,4 @@
-"""Tables from timings: ratios with their errors, costs, shares of what the machine can do, growth."""
+"""Makes tables from timings: ratios with errors, costs, shares of the machine's speed, growth."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from benchmarks.contender import (
 )
 from benchmarks.memory import Peak
 from benchmarks.task import Array
-from benchmarks.timing import Measurement, Ratio, is_enough
-from sqrtdk.display import count
-from sqrtdk.records import Record
+from benchmarks.timing import Measurement, SpeedRatio, is_enough
+from sqrtdk.records.record import Record
+from sqrtdk.show.table import count
 
 Rows = list[dict[str, Any]]
 _RESAMPLES = 1000
 
 
 def tabulate_ratios(measurements: Sequence[Measurement], rng: np.random.Generator) -> Rows:
-    """Time of every peer over time of sqrtdk, with both errors against float64 beside it; losses as they are."""
+    """Return the time of every peer over the time of sqrtdk, with both errors against float64; losses are included."""
     rows = []
     for one in measurements:
         good = one.good_rounds()
@@ -57,10 +57,10 @@ def tabulate_ratios(measurements: Sequence[Measurement], rng: np.random.Generato
     return rows
 
 
-def judge(ratio: Ratio) -> str:
-    """What an interval of ratios says about sqrtdk.
+def judge(ratio: SpeedRatio) -> str:
+    """Return the verdict on sqrtdk from an interval of ratios.
 
-    >>> judge(Ratio(1.3, 1.2, 1.4)), judge(Ratio(0.9, 0.8, 0.95)), judge(Ratio(1.0, 0.9, 1.1))
+    >>> judge(SpeedRatio(1.3, 1.2, 1.4)), judge(SpeedRatio(0.9, 0.8, 0.95)), judge(SpeedRatio(1.0, 0.9, 1.1))
     ('faster', 'slower', 'undecided')
     """
     if ratio.low is None or ratio.high is None:
@@ -69,12 +69,12 @@ def judge(ratio: Ratio) -> str:
 
 
 def tabulate_timings(measurements: Sequence[Measurement]) -> Rows:
-    """Median time of every contender, its errors, and its share of what the probes in the same rounds reached."""
+    """Return the median time of every contender, its errors, and its share of the probed speed in the same rounds."""
     rows = []
     for one in measurements:
         good = one.good_rounds()
         work, read = one.case.multiply_adds(), one.case.bytes_read()
-        computes = read is None and one.case.dtype == "float32"  # which the probes compute in
+        computes = read is None and one.case.dtype == "float32"  # the probes compute in float32
         for name in one.seconds:
             seconds = one.median_seconds(name)
             rows.append(
@@ -97,7 +97,7 @@ def tabulate_timings(measurements: Sequence[Measurement]) -> Rows:
 
 
 def tabulate_costs(measurements: Sequence[Measurement], rng: np.random.Generator) -> Rows:
-    """What statistics and a mask add to the time, in percent."""
+    """Return the time that statistics and a mask add, in percent."""
     rows = []
     pairs = {
         "all statistics": (PLAIN, WITH_STATISTICS),
@@ -116,10 +116,10 @@ def tabulate_costs(measurements: Sequence[Measurement], rng: np.random.Generator
 
 
 def tabulate_growth(measurements: Sequence[Measurement], peaks: Sequence[Peak], rng: np.random.Generator) -> Rows:
-    """The power of N, or of the window, that time and memory grow with: the slope of a line through the logarithms."""
+    """Return the power of N, or of the window, with which time and memory grow: the slope in logarithms."""
     growing = [(case, one) for case, one in _of_growth(measurements) if is_enough(one.good_rounds())]
     longest = max((case.queries for case, _ in growing), default=0)
-    # The window that every N is timed with.
+    # The window that is timed at every N.
     common = {case.window for case, _ in growing if case.window is not None and case.queries != longest}
     full = [(case.queries, one) for case, one in growing if case.window is None]
     over_n = [(case.queries, one) for case, one in growing if case.window in common]
@@ -133,12 +133,14 @@ def tabulate_growth(measurements: Sequence[Measurement], peaks: Sequence[Peak], 
         known = [peak for peak in peaks if peak.contender == name and peak.extra_bytes]
         if len(known) > 1:
             slope = fit_slope([peak.n for peak in known], [float(peak.extra_bytes or 0) for peak in known])
-            rows.append(_slope_row("memory, full", "N", name, [peak.n for peak in known], Ratio(slope, None, None)))
+            rows.append(
+                _slope_row("memory, full", "N", name, [peak.n for peak in known], SpeedRatio(slope, None, None))
+            )
     return rows
 
 
 def trace_growth(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
-    """Times over N for the figure, one curve per contender and per kind of visibility."""
+    """Return times over N for the figure, one curve per contender and kind of visibility."""
     curves: dict[tuple[str, int | None], dict[str, Any]] = {}
     for case, one in _of_growth(measurements):
         for name in one.seconds:
@@ -156,7 +158,7 @@ def _of_growth(measurements: Sequence[Measurement]) -> list[tuple[Case, Measurem
 
 
 def fit_slope(x: Sequence[float], y: Sequence[float]) -> float:
-    """The least-squares slope of log y over log x.
+    """Return the least-squares slope of log y over log x.
 
     >>> round(fit_slope([1, 2, 4], [3, 12, 48]), 6)
     2.0
@@ -176,11 +178,11 @@ def _time_slopes(
         slope = fit_slope(x, [float(np.median(values)) for values in times])
         slopes = [fit_slope(x, [_resampled_median(values, rng) for values in times]) for _ in range(_RESAMPLES)]
         low, high = np.quantile(slopes, [0.025, 0.975])
-        rows.append(_slope_row(what, over, name, x, Ratio(slope, float(low), float(high))))
+        rows.append(_slope_row(what, over, name, x, SpeedRatio(slope, float(low), float(high))))
     return rows
 
 
-def _slope_row(what: str, over: str, contender: str, x: Sequence[int], slope: Ratio) -> dict[str, Any]:
+def _slope_row(what: str, over: str, contender: str, x: Sequence[int], slope: SpeedRatio) -> dict[str, Any]:
     between = {"grows_with": over, "smallest": min(x), "largest": max(x)}
     return {
         "what": what,
@@ -197,7 +199,7 @@ def _resampled_median(values: Array, rng: np.random.Generator) -> float:
 
 
 def tabulate_memory(peaks: Sequence[Peak]) -> Rows:
-    """Peak memory beyond inputs and results in MiB."""
+    """Return peak memory beyond inputs and results, in MiB."""
     return [
         {
             "contender": peak.contender,
@@ -210,7 +212,7 @@ def tabulate_memory(peaks: Sequence[Peak]) -> Rows:
 
 
 def tabulate_left_out(missing: dict[str, str], measurements: Sequence[Measurement]) -> Rows:
-    """Who did not take part, in which cases, and why."""
+    """Return the contenders that were left out, with cases and reasons."""
     rows = [{"contender": name, "cases": "all", "why": why} for name, why in missing.items()]
     cases: dict[tuple[str, str], list[str]] = {}
     for one in measurements:
@@ -221,7 +223,7 @@ def tabulate_left_out(missing: dict[str, str], measurements: Sequence[Measuremen
 
 
 def keep_measured(record: Record) -> dict[str, Rows]:
-    """The tables without rows that hold no number, as those of cases in which too few rounds counted."""
+    """Return the tables without rows that have no number, such as cases with too few good rounds."""
     value_of = {"ratios": "ratio", "timings": "milliseconds", "costs": "percent"}
     return {
         name: [dict(row) for row in rows if name not in value_of or row[value_of[name]] is not None]
@@ -230,13 +232,13 @@ def keep_measured(record: Record) -> dict[str, Rows]:
 
 
 def was_too_busy(record: Record) -> bool:
-    """Whether there were ratios to measure and none could be."""
+    """Return whether there were ratios to measure and none could be measured."""
     ratios = record.tables["ratios"]
     return bool(ratios) and all(row["ratio"] is None for row in ratios)
 
 
 def read_tables(tables: dict[str, Rows], about: str) -> list[str]:
-    """Sentences from the tables; the first is the headline."""
+    """Return sentences about the tables; the first is the headline."""
     sentences = [_read_headline(tables["ratios"], about), *_read_ratios(tables["ratios"])]
     timings = tables["timings"]
     if timings:

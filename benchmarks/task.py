@@ -1,4 +1,4 @@
-"""What the timing asks of a computation: inputs, the right answer to them, and how far another answer is off."""
+"""Defines timed computations: inputs, the exact result, and the error of another result."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ Array = npt.NDArray[Any]
 
 
 # How far off an answer may be, by dtype: outputs are averages of standard normal values, other errors are relative.
-# A contender that is further off computes something else.
+# Largest errors that are accepted. A contender beyond them computes something else.
 LARGEST_ERRORS = {"float32": 1e-3, "bfloat16": 3e-2}
 
 
-class Answer(NamedTuple):
-    """What a contender computed, as NumPy arrays.
+class ContenderResult(NamedTuple):
+    """Result of a contender, as NumPy arrays.
 
-    Output `[B, H, L, D]` (of a model its logits `[B, L, vocabulary]`); entropy `[B, H, L]` and the gradients of q, k
-    and v if it has them.
+    `output` is `[B, H, L, D]`, or the logits `[B, L, vocabulary]` of a model. `entropy` `[B, H, L]` and the gradients
+    of q, k and v are None if the contender has none.
     """
 
     output: Array
@@ -28,57 +28,57 @@ class Answer(NamedTuple):
 
 
 class Errors(NamedTuple):
-    """How far an answer is off: in what the task names, and in the entropy if the answer has one."""
+    """Errors of a result: of the quantity that the task names, and of the entropy if the result has one."""
 
     error: float
     entropy_error: float | None = None
 
 
 class Truth(Protocol):
-    """The right answer, computed in float64, or as much of it as is checked."""
+    """Exact result in float64, or the part of it that is checked."""
 
-    def compare(self, answer: Answer) -> Errors:
-        """How far another answer is off."""
+    def compare(self, answer: ContenderResult) -> Errors:
+        """Return the errors of another result."""
 
 
-class Task(Protocol):
-    """One computation that contenders are timed on."""
+class TimedTask(Protocol):
+    """Computation that contenders are timed on."""
 
     @property
     def suite(self) -> str:
-        """The suite it belongs to."""
+        """Return the name of its suite."""
 
     @property
     def name(self) -> str:
-        """What tables and figures call it; unique within the suite."""
+        """Return the name in tables and figures; unique within the suite."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its sizes, for the record."""
+        """Return its sizes, for the record."""
 
     @property
     def dtype(self) -> str:
-        """In what contenders compute, one of `LARGEST_ERRORS`."""
+        """Return the dtype that contenders compute in, one of `LARGEST_ERRORS`."""
 
     @property
     def sets(self) -> int:
-        """So many inputs are used in turn."""
+        """Return the number of inputs that are used in turn."""
 
     @property
     def error_of(self) -> str:
-        """What errors are errors of, in a few words."""
+        """Return the quantity that errors refer to, in a few words."""
 
     def make_inputs(self, rng: np.random.Generator) -> list[Any]:
-        """Inputs as its contenders understand them, one for each of `sets`."""
+        """Return inputs that its contenders understand, one for each of `sets`."""
 
     def compute_truth(self, inputs: Any) -> Truth:
-        """The right answer to one of the inputs."""
+        """Return the exact result for one of the inputs."""
 
     def multiply_adds(self) -> int:
-        """Multiply-adds that the computation cannot do without."""
+        """Return the multiply-adds that the computation needs at least."""
 
     def bytes_read(self) -> int | None:
-        """Bytes it reads, if it is judged by them and not by its multiply-adds."""
+        """Return the bytes read if the task is judged by them; None if it is judged by multiply-adds."""
 
-    def shorten(self, longest: int) -> Task | None:
-        """What takes its place in a quick run with sequences up to `longest`; None if nothing does."""
+    def shorten(self, longest: int) -> TimedTask | None:
+        """Return the replacement in a quick run with sequences up to `longest`; None if there is none."""

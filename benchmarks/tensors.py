@@ -1,4 +1,4 @@
-"""Attention on tensors: torch's own and sqrtdk's, forward alone, and forward and backward with its case and truth."""
+"""Contenders and cases on tensors: torch and sqrtdk, forward only, and forward with backward."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from benchmarks.contender import (
     TORCH_BACKWARD,
     TORCH_RECORDED,
     Contender,
-    Run,
+    TimedCall,
 )
-from benchmarks.task import Answer, Array, Errors, Truth
+from benchmarks.task import Array, ContenderResult, Errors, Truth
 from sqrtdk import backends
-from sqrtdk.attention import attention_gradients
+from sqrtdk.operation.attention import attention_gradients
 
-# q, k, v to what is computed of them.
+# Function of q, k and v.
 Attend = Callable[[Any, Any, Any], Any]
 
 
@@ -36,30 +36,30 @@ class GradientTruth(NamedTuple):
     groups: Array
     gradients: tuple[Array, Array, Array]
 
-    def compare(self, answer: Answer) -> Errors:
-        """The largest error of each gradient relative to its largest entry; the worst of the three."""
+    def compare(self, answer: ContenderResult) -> Errors:
+        """Return the largest error of the three gradients, each relative to its largest entry."""
         assert answer.gradients is not None
         taken = (self.heads, self.groups, self.groups)
         off = [
             np.abs(gradient[self.sequence][heads] - exact).max() / np.abs(exact).max()
             for gradient, exact, heads in zip(answer.gradients, self.gradients, taken, strict=True)
         ]
-        return Errors(float(np.max(off)))  # unlike max it keeps NaN
+        return Errors(float(np.max(off)))  # unlike max, np.max keeps NaN
 
 
 @dataclass(frozen=True)
 class BackwardCase(Case):
-    """The same computation and then its gradients, at a fixed random gradient of the output."""
+    """Forward pass and gradients, at a fixed random gradient of the output."""
 
     error_of: ClassVar[str] = "gradients, relative"
 
     def make_inputs(self, rng: np.random.Generator) -> list[Inputs]:
-        """Standard normal q, k, v and gradient of the output; it lies in memory as q does."""
+        """Return standard normal q, k, v and gradient of the output, in the memory layout of q."""
         made = super().make_inputs(rng)
         return [one._replace(grad_output=self.draw(rng, self.heads, self.queries)) for one in made]
 
     def compute_truth(self, inputs: Inputs) -> Truth:
-        """The gradients in float64: of the last sequence, its first and last key/value head and whom these serve."""
+        """Return float64 gradients for the last sequence: its first and last key/value heads and their query heads."""
         _, heads, groups, _, _, _ = self.shape
         sequence = self.batch - 1
         checked = np.unique([0, groups - 1])
@@ -80,24 +80,24 @@ class BackwardCase(Case):
         return GradientTruth(sequence, queries, checked, (exact.query, exact.key, exact.value))
 
     def multiply_adds(self) -> int:
-        """Multiply-adds of two products forward and five backward, the logits computed anew among them."""
+        """Return the multiply-adds of two products forward and five backward, including recomputed logits."""
         return super().multiply_adds() * 7 // 2
 
 
 @dataclass(frozen=True)
 class RecordedCase(Case):
-    """The same computation, recorded for a backward pass that never comes."""
+    """Forward pass that torch records for a backward pass, without running the backward pass."""
 
 
 def tensors_of(inputs: Inputs, dtype: str = "float32") -> list[Any]:
-    """q, k and v as tensors, in float32 on the same memory."""
+    """Return q, k and v as tensors; in float32 they share the memory of the arrays."""
     import torch
 
     return [tensor_of(array).to(getattr(torch, dtype)) for array in inputs[:3]]
 
 
 def tensor_of(array: Array | None) -> Any:
-    """An array as a tensor on the same memory; None stays None."""
+    """Return an array as a tensor on the same memory; None for None."""
     import torch
 
     return None if array is None else torch.from_numpy(array)
@@ -117,13 +117,13 @@ def _attend_by_torch(case: Case, inputs: Inputs) -> Attend:
 
 
 def _attend_by_sqrtdk(case: Case, inputs: Inputs) -> Attend:
-    """The function with torch's signature; what that cannot say goes to the other one."""
+    """Return the function with torch's signature, or `attention` for options that the signature lacks."""
     from sqrtdk.torch import attention, scaled_dot_product_attention
 
     if case.window is not None:
         options = case.options() | {"mask": tensor_of(inputs.mask), "statistics": False}
         return lambda q, k, v: attention(q, k, v, **options).output
-    # As few arguments as torch gets: on a tiny input they show.
+    # Pass as few arguments as torch gets, because they cost time on a tiny input.
     options = {}
     if case.padding is not None:
         options["attn_mask"] = tensor_of(inputs.mask)
@@ -143,8 +143,8 @@ def _describe_by_sqrtdk(case: Case, inputs: Inputs) -> Attend:
     return lambda q, k, v: attention(q, k, v, **options)
 
 
-def _prepare_forward(choose: Callable[[Case, Inputs], Attend]) -> Callable[[Case, Inputs, int], Run]:
-    def prepare(case: Case, inputs: Inputs, threads: int) -> Run:
+def _prepare_forward(choose: Callable[[Case, Inputs], Attend]) -> Callable[[Case, Inputs, int], TimedCall]:
+    def prepare(case: Case, inputs: Inputs, threads: int) -> TimedCall:
         q, k, v = tensors_of(inputs, case.dtype)
         attend = choose(case, inputs)
         return lambda: attend(q, k, v)
@@ -152,8 +152,8 @@ def _prepare_forward(choose: Callable[[Case, Inputs], Attend]) -> Callable[[Case
     return prepare
 
 
-def _prepare_recorded(choose: Callable[[Case, Inputs], Attend]) -> Callable[[Case, Inputs, int], Run]:
-    def prepare(case: Case, inputs: Inputs, threads: int) -> Run:
+def _prepare_recorded(choose: Callable[[Case, Inputs], Attend]) -> Callable[[Case, Inputs, int], TimedCall]:
+    def prepare(case: Case, inputs: Inputs, threads: int) -> TimedCall:
         q, k, v = (tensor.requires_grad_() for tensor in tensors_of(inputs, case.dtype))
         attend = choose(case, inputs)
         return lambda: attend(q, k, v)
@@ -161,8 +161,8 @@ def _prepare_recorded(choose: Callable[[Case, Inputs], Attend]) -> Callable[[Cas
     return prepare
 
 
-def _prepare_backward(choose: Callable[[Case, Inputs], Attend]) -> Callable[[Case, Inputs, int], Run]:
-    def prepare(case: Case, inputs: Inputs, threads: int) -> Run:
+def _prepare_backward(choose: Callable[[Case, Inputs], Attend]) -> Callable[[Case, Inputs, int], TimedCall]:
+    def prepare(case: Case, inputs: Inputs, threads: int) -> TimedCall:
         import torch
 
         leaves = [tensor.requires_grad_() for tensor in tensors_of(inputs, case.dtype)]
@@ -183,17 +183,19 @@ def _require_gradient(inputs: Inputs) -> Array:
     return inputs.grad_output
 
 
-def _read_output(output: Any) -> Answer:
-    return Answer(output.detach().float().numpy())
+def _read_output(output: Any) -> ContenderResult:
+    return ContenderResult(output.detach().float().numpy())
 
 
-def _read_statistics(result: Any) -> Answer:
-    return Answer(np.asarray(result.output.float()), np.asarray(result.statistics.entropy))
+def _read_statistics(result: Any) -> ContenderResult:
+    return ContenderResult(np.asarray(result.output.float()), np.asarray(result.statistics.entropy))
 
 
-def _read_gradients(result: tuple[Any, Any]) -> Answer:
+def _read_gradients(result: tuple[Any, Any]) -> ContenderResult:
     output, gradients = result
-    return Answer(output.detach().float().numpy(), gradients=tuple(gradient.float().numpy() for gradient in gradients))
+    return ContenderResult(
+        output.detach().float().numpy(), gradients=tuple(gradient.float().numpy() for gradient in gradients)
+    )
 
 
 TENSOR_CONTENDERS = (

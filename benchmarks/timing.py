@@ -11,33 +11,25 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.contender import (
-    SUBJECTS,
-    WITHOUT_MASK,
-    Contender,
-    NotForThisCaseError,
-    PeerError,
-    RemoteRun,
-    Run,
-)
+from benchmarks.contender import SUBJECTS, WITHOUT_MASK, Contender, NotForThisCaseError, PeerError, RemoteRun, TimedCall
 from benchmarks.probes import Probe, Prober, is_steady
-from benchmarks.task import LARGEST_ERRORS, Array, Task
+from benchmarks.task import LARGEST_ERRORS, Array, TimedTask
 
-# A timing lasts at least this long, so that the clock and the loop around the call do not show.
+# Least duration of a timing, so that the clock and the loop around the call do not matter.
 _LEAST_SECONDS = 0.002
-# Below this, one call goes before the clock starts: what the last contender left in caches and on cores is not its own.
+# Below this, an untimed call runs first, because the last contender left its data in caches and threads on cores.
 _SHORT_SECONDS = 0.02
-# Above this, one call tells how long it takes.
+# Above this, a single call is enough to estimate the duration.
 _LONG_SECONDS = 0.5
-# Rejected rounds are repeated, but not for ever.
+# Rejected rounds are repeated up to this factor.
 _MOST_ATTEMPTS = 3
-# Fewer make no interval worth the name.
+# Fewer rounds give no useful interval.
 FEWEST_ROUNDS = 5
 _RESAMPLES = 2000
 _LONGEST_REASON = 200
 
 
-class Ratio(NamedTuple):
+class SpeedRatio(NamedTuple):
     """Median of paired ratios with a 95% bootstrap interval over rounds; all None with too few rounds."""
 
     median: float | None
@@ -49,11 +41,11 @@ class Ratio(NamedTuple):
 class Measurement:
     """Every timing of one task.
 
-    `seconds` has one entry per round for each contender, `probes` one more than there are rounds: one before each and
-    one after the last. `repeats` calls make one timing. `left_out` says who does not take part and why.
+    `seconds` has one entry per round for each contender. `probes` has one entry before each round and one after the
+    last. `repeats` calls make one timing. `left_out` has the reason for each contender that does not take part.
     """
 
-    case: Task
+    case: TimedTask
     repeats: int
     seconds: dict[str, list[float]]
     probes: list[Probe]
@@ -62,27 +54,27 @@ class Measurement:
     left_out: dict[str, str] = field(default_factory=dict)
 
     def leave_out(self, contender: str, why: str) -> None:
-        """Take a contender out of the measurement, whatever was measured of it."""
+        """Remove a contender and its results from the measurement."""
         self.left_out[contender] = why
         for values in (self.seconds, self.error, self.entropy_error):
             values.pop(contender, None)
 
     def good_rounds(self) -> Array:
-        """Which rounds count `[rounds]`: those in which the machine kept its speed, by the probes beside them.
+        """Return which rounds count `[rounds]`: those whose two neighbouring probes show the same speed.
 
-        Not those beside the best probe of all: on a shared machine the peak may halve for minutes. That slows all
-        contenders of a round alike, and their paired ratios stay what they are.
+        Probes are not compared with the best probe of the run: on a shared machine the peak may halve for minutes. That
+        slows all contenders of a round equally, and their paired ratios stay valid.
         """
         pairs = zip(self.probes[:-1], self.probes[1:], strict=True)
         return np.array([is_steady(before, after) for before, after in pairs], dtype=bool)
 
     def median_seconds(self, contender: str) -> float | None:
-        """Median time of one call over the rounds that count; None with too few."""
+        """Return the median time of one call over the rounds that count; None with too few rounds."""
         good = self.good_rounds()
         return float(np.median(np.array(self.seconds[contender])[good])) if is_enough(good) else None
 
     def share(self, contender: str, quantity: str, amount: float) -> float | None:
-        """Median over rounds of amount per second relative to what the probes beside the round reached."""
+        """Return the median over rounds of amount per second, relative to the probes around the round."""
         good = self.good_rounds()
         rates = [getattr(probe, quantity) for probe in self.probes]
         if not is_enough(good) or None in rates:
@@ -90,16 +82,16 @@ class Measurement:
         beside = np.maximum(rates[:-1], rates[1:])
         return float(np.median((amount / np.array(self.seconds[contender]) / beside)[good]))
 
-    def ratio(self, subject: str, peer: str, rng: np.random.Generator) -> Ratio:
-        """Time of the peer over time of the subject: above 1 the subject is faster."""
+    def ratio(self, subject: str, peer: str, rng: np.random.Generator) -> SpeedRatio:
+        """Return the time of the peer over the time of the subject; above 1 the subject is faster."""
         good = self.good_rounds()
         if not is_enough(good):
-            return Ratio(None, None, None)
+            return SpeedRatio(None, None, None)
         return bootstrap_median((np.array(self.seconds[peer]) / np.array(self.seconds[subject]))[good], rng)
 
 
 def is_enough(good: Array) -> bool:
-    """Whether enough rounds count for a number.
+    """Return whether enough rounds count for a number.
 
     >>> is_enough(np.array([True] * 5 + [False])), is_enough(np.array([True] * 4))
     (True, False)
@@ -107,19 +99,19 @@ def is_enough(good: Array) -> bool:
     return bool(good.sum() >= FEWEST_ROUNDS)
 
 
-def bootstrap_median(values: Array, rng: np.random.Generator) -> Ratio:
-    """The median and its 95% percentile interval from resampled rounds.
+def bootstrap_median(values: Array, rng: np.random.Generator) -> SpeedRatio:
+    """Return the median and its 95% percentile interval from resampled rounds.
 
     >>> bootstrap_median(np.array([2.0, 2.0, 2.0]), np.random.default_rng(0))
-    Ratio(median=2.0, low=2.0, high=2.0)
+    SpeedRatio(median=2.0, low=2.0, high=2.0)
     """
     medians = np.median(rng.choice(values, (_RESAMPLES, len(values))), axis=1)
     low, high = np.quantile(medians, [0.025, 0.975])
-    return Ratio(float(np.median(values)), float(low), float(high))
+    return SpeedRatio(float(np.median(values)), float(low), float(high))
 
 
 def measure(
-    case: Task,
+    case: TimedTask,
     contenders: Sequence[Contender],
     prober: Prober,
     *,
@@ -128,13 +120,13 @@ def measure(
     rng: np.random.Generator,
     on_round: Callable[[int], None] | None = None,
 ) -> Measurement:
-    """Time all contenders on one case, in random order in every round, until `rounds` of them count.
+    """Time all contenders on one case, in random order in every round, until `rounds` rounds count.
 
     Args:
-        contenders: who takes part; one that cannot compute the case, computes it wrongly or is lost on the way is left
-            out by name.
-        rounds: rounds that should count; where probes were bad, up to three times as many are tried.
-        threads: what contenders are told.
+        contenders: contenders to time. One that cannot compute the case, computes it wrongly or is lost on the way is
+            left out by name.
+        rounds: number of rounds that should count; up to three times as many are tried if probes differ.
+        threads: number of threads for each contender.
         on_round: called before each round with its index.
     """
     sets = case.make_inputs(rng)
@@ -159,11 +151,11 @@ def measure(
 
 
 def _prepare_all(
-    case: Task, sets: Sequence[Any], contenders: Sequence[Contender], threads: int
-) -> tuple[dict[str, Run | RemoteRun], Measurement]:
+    case: TimedTask, sets: Sequence[Any], contenders: Sequence[Contender], threads: int
+) -> tuple[dict[str, TimedCall | RemoteRun], Measurement]:
     truth = case.compute_truth(sets[0])
     found = Measurement(case, 1, {}, [], {}, {})
-    runs: dict[str, Run | RemoteRun] = {}
+    runs: dict[str, TimedCall | RemoteRun] = {}
     for contender in contenders:
         own = contender.name in (*SUBJECTS, WITHOUT_MASK)
         try:
@@ -172,13 +164,13 @@ def _prepare_all(
         except NotForThisCaseError as reason:
             found.leave_out(contender.name, str(reason))
             continue
-        except Exception as error:  # whatever another library raises is told, not hidden, and stops nothing
+        except Exception as error:  # any error of another library is reported and stops nothing
             if own:
                 raise
             found.leave_out(contender.name, describe_error(error))
             continue
         off, entropy_error = truth.compare(answer)
-        if not off <= LARGEST_ERRORS[case.dtype]:  # NaN too
+        if not off <= LARGEST_ERRORS[case.dtype]:  # also true for NaN
             found.leave_out(contender.name, f"its answer is off by {off:.1e}")
             continue
         found.error[contender.name] = off
@@ -189,7 +181,7 @@ def _prepare_all(
     return runs, found
 
 
-def _take_turns(calls: Sequence[Run]) -> Run:
+def _take_turns(calls: Sequence[TimedCall]) -> TimedCall:
     if len(calls) == 1:
         return calls[0]
     endless = itertools.cycle(calls)
@@ -197,7 +189,7 @@ def _take_turns(calls: Sequence[Run]) -> Run:
 
 
 def describe_error(error: Exception) -> str:
-    """An error in one line; of one that was described in another process the description.
+    """Return an error in one line; a `PeerError` already has its description.
 
     >>> describe_error(OSError("no such\\nlibrary"))
     'OSError: no such library'
@@ -206,38 +198,38 @@ def describe_error(error: Exception) -> str:
     return " ".join(text.split())[:_LONGEST_REASON]
 
 
-def _lose(name: str, error: PeerError, runs: dict[str, Run | RemoteRun], found: Measurement) -> None:
-    """Go on without a peer that was lost while it was timed; without sqrtdk there is nothing to go on with."""
+def _lose(name: str, error: PeerError, runs: dict[str, TimedCall | RemoteRun], found: Measurement) -> None:
+    """Continue without a peer that was lost during timing; raise if the lost contender is sqrtdk."""
     if name in SUBJECTS:
         raise error
     del runs[name]
     found.leave_out(name, describe_error(error))
 
 
-def _choose_repeats(runs: dict[str, Run | RemoteRun], found: Measurement) -> tuple[int, bool]:
-    """How many calls make a timing, and whether one goes before; the same for everyone, by the fastest."""
+def _choose_repeats(runs: dict[str, TimedCall | RemoteRun], found: Measurement) -> tuple[int, bool]:
+    """Return the calls per timing, and whether an untimed call runs first; the fastest contender decides for all."""
     fastest, sets = _LONG_SECONDS, found.case.sets
     for name, run in list(runs.items()):
         try:
             fastest = min(fastest, _estimate(run))
         except PeerError as error:
             _lose(name, error, runs, found)
-    # With several sets of inputs each is used equally often.
+    # Every set of inputs is used equally often.
     return sets * math.ceil(_LEAST_SECONDS / fastest / sets), fastest < _SHORT_SECONDS
 
 
-def _estimate(run: Run | RemoteRun) -> float:
+def _estimate(run: TimedCall | RemoteRun) -> float:
     once = _time(run, 1, False)
     return once if once > _LONG_SECONDS else min(_time(run, 1, True) for _ in range(3))
 
 
-def _time(run: Run | RemoteRun, repeats: int, warm_up: bool) -> float:
+def _time(run: TimedCall | RemoteRun, repeats: int, warm_up: bool) -> float:
     elsewhere = getattr(run, "time", None)
     return float(elsewhere(repeats, warm_up)) if elsewhere is not None else time_run(run, repeats, warm_up)
 
 
-def time_run(run: Run, repeats: int, warm_up: bool) -> float:
-    """Seconds of one call, averaged over `repeats` of them; one goes before, untimed, to warm up."""
+def time_run(run: TimedCall, repeats: int, warm_up: bool) -> float:
+    """Return the seconds of one call, averaged over `repeats` calls; `warm_up` adds an untimed call in front."""
     if warm_up:
         run()
     calls = itertools.repeat(None, repeats)

@@ -1,7 +1,7 @@
-"""A training step of a model of transformers as a task: forward, backward and AdamW, with one attention or another.
+"""Benchmark task with a training step of a Hugging Face model: forward, backward, AdamW, exchangeable attention.
 
-Every contender trains a copy of its own, from the same random weights. What is checked is the gradient before the first
-step, without dropout: what dropout draws is each attention's own affair.
+Every contender trains its own copy from the same random weights. The check compares the gradient before the first step,
+without dropout, because each attention samples its own dropout.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from benchmarks.contender import TRAINING, TRAINING_PEER, TRAINING_WITH_STATISTICS, Contender, Run
+from benchmarks.contender import TRAINING, TRAINING_PEER, TRAINING_WITH_STATISTICS, Contender, TimedCall
 from benchmarks.model import ModelCase, ModelInputs, register_sqrtdk
-from benchmarks.task import Answer, Array, Errors, Truth
+from benchmarks.task import Array, ContenderResult, Errors, Truth
 
-# The gradient is checked on so many tokens of the last sequence.
+# Number of tokens of the last sequence on which the gradient is checked.
 CHECKED_TOKENS = 64
 _LEARNING_RATE = 1e-5
 _WITH_STATISTICS = "sqrtdk-with-statistics"
 
 
 class TrainingTruth(NamedTuple):
-    """The gradient of the first layer's projection to q, k and v, in float64."""
+    """Gradient of the first layer's projection to q, k and v, in float64."""
 
     gradient: Array
 
-    def compare(self, answer: Answer) -> Errors:
-        """The largest error relative to the largest entry."""
+    def compare(self, answer: ContenderResult) -> Errors:
+        """Return the largest error relative to the largest entry."""
         assert answer.gradients is not None
         return Errors(float(np.abs(answer.gradients[0] - self.gradient).max() / np.abs(self.gradient).max()))
 
 
 @dataclass(frozen=True)
 class TrainingCase(ModelCase):
-    """One step on all tokens; `dropout` is that of weights, residuals and embeddings alike, as GPT-2 has it."""
+    """One step on all tokens; `dropout` applies to weights, residuals and embeddings, as in GPT-2."""
 
     dropout: float = 0.0
     suite: str = "training"
@@ -46,7 +46,7 @@ class TrainingCase(ModelCase):
 
     @property
     def name(self) -> str:
-        """The model, the number of tokens and the dropout.
+        """Return the name of the model, the number of tokens and the dropout.
 
         >>> TrainingCase(4, 512, dropout=0.1).name
         'GPT-2 small, 4×512 tokens, training step, dropout 0.1'
@@ -54,35 +54,35 @@ class TrainingCase(ModelCase):
         return f"{super().name}, training step, dropout {self.dropout:g}"
 
     def settings(self) -> dict[str, Any]:
-        """The probabilities of dropout."""
+        """Return the dropout probabilities."""
         return dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), self.dropout)
 
     def make_inputs(self, rng: np.random.Generator) -> list[ModelInputs]:
-        """A model with random weights, and random tokens."""
+        """Return a model with random weights, and random tokens."""
         made = super().make_inputs(rng)
-        made[0].model.loss_type = "ForCausalLM"  # what the model would choose itself, with a warning
+        made[0].model.loss_type = "ForCausalLM"  # the model's own choice, set here to avoid its warning
         return made
 
     def compute_truth(self, inputs: ModelInputs) -> Truth:
-        """The gradient in float64, with the attention that transformers writes out in full."""
+        """Return the gradient in float64, with the eager attention of transformers."""
         exact = copy.deepcopy(inputs.model).double()
         exact.set_attn_implementation("eager")
         return TrainingTruth(_differentiate(exact, inputs.tokens))
 
     def multiply_adds(self) -> int:
-        """Twice those of the forward pass in the backward pass, and one of attention's products computed anew."""
+        """Return the multiply-adds: three times those of the forward pass, and one recomputed product of attention."""
         forward = super().multiply_adds()
         seen = self.batch * self.tokens * (self.tokens + 1) // 2
         return 3 * forward + self.layers * self.width * seen
 
     def shorten(self, longest: int) -> TrainingCase:
-        """One short sequence."""
+        """Return the case with one short sequence."""
         short = super().shorten(longest)
         return replace(self, batch=short.batch, tokens=short.tokens)
 
 
 def _differentiate(model: Any, tokens: Any) -> Array:
-    """The gradient of the first projection, without dropout; the model stays in training mode."""
+    """Return the gradient of the first projection, without dropout; the model stays in training mode."""
     import torch
 
     model.eval()
@@ -93,8 +93,8 @@ def _differentiate(model: Any, tokens: Any) -> Array:
     return np.asarray(gradient.numpy())
 
 
-def _prepare(implementation: str) -> Callable[[TrainingCase, ModelInputs, int], Run]:
-    def prepare(case: TrainingCase, inputs: ModelInputs, threads: int) -> Run:
+def _prepare(implementation: str) -> Callable[[TrainingCase, ModelInputs, int], TimedCall]:
+    def prepare(case: TrainingCase, inputs: ModelInputs, threads: int) -> TimedCall:
         import torch
 
         if implementation != "sdpa":
@@ -103,10 +103,10 @@ def _prepare(implementation: str) -> Callable[[TrainingCase, ModelInputs, int], 
             _register_with_statistics()
         model = copy.deepcopy(inputs.model)
         model.set_attn_implementation(implementation)
-        answer = Answer(np.empty(0), gradients=(_differentiate(model, inputs.tokens),))
+        answer = ContenderResult(np.empty(0), gradients=(_differentiate(model, inputs.tokens),))
         optimiser = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
 
-        def step() -> Answer:
+        def step() -> ContenderResult:
             model(inputs.tokens, labels=inputs.tokens, use_cache=False).loss.backward()
             optimiser.step()
             optimiser.zero_grad()
@@ -118,7 +118,7 @@ def _prepare(implementation: str) -> Callable[[TrainingCase, ModelInputs, int], 
 
 
 def _register_with_statistics() -> None:
-    """The attention of sqrtdk with the statistics of every row, which nobody reads: what they cost in themselves."""
+    """Register sqrtdk's attention with unused statistics of every row, to time the statistics alone."""
     from sqrtdk.torch import attention
     from sqrtdk.torch.huggingface import make_mask
 

@@ -1,11 +1,11 @@
-"""Time what watching costs a model of GPT-2's small size: forward passes, and training steps under `Monitor`.
+"""Time the cost of watching a model of GPT-2 small's size: forward passes, and training steps under `Monitor`.
 
     python -m benchmarks.watching_cost --output benchmarks/watching-cost.json
 
-Forward passes run plain, under `watch`, under `watch(fuse=True)` and, beside them, with `output_attentions=True` and
-the entropy of the weights that it gives; in turn, in random order. A look every n steps costs (looked − plain) /
-(n · plain) on average. Intervals are those of a bootstrap over rounds. Weights are random; nothing is downloaded.
-`--clip` clips after each look as well.
+Forward passes run in turn, in random order: plain, under `watch`, with attention that sqrtdk computes and measures in
+one pass ("fused"), and with `output_attentions=True` and the entropy of the returned weights. An observation every n
+steps costs (looked − plain) / (n · plain) on average. Intervals come from a bootstrap over rounds. Weights are random;
+nothing is downloaded. `--clip` also clips after each observation.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,12 @@ import torch
 
 from benchmarks.model import ModelCase
 from sqrtdk.torch import Monitor, watch
+from sqrtdk.torch.watch.replace import FusedWatch
+from sqrtdk.torch.watch.seen import Seen
 
 
 def time_steps(case: ModelCase, rounds: int, clip: float | None) -> dict[str, list[float]]:
-    """Seconds of plain steps and of steps that are looked at, `.step()` included, alternating in random order."""
+    """Return the seconds of plain and of observed steps, `.step()` included, alternating in random order."""
     rng = np.random.default_rng(0)
     (inputs,) = case.make_inputs(rng)
     model = inputs.model.train()
@@ -37,9 +40,9 @@ def time_steps(case: ModelCase, rounds: int, clip: float | None) -> dict[str, li
 
     def run(is_looked_at: bool) -> float:
         began = time.perf_counter()
-        # Step 0 is looked at with any `every`; step 1 is not.
+        # Step 0 is observed for any `every`; step 3 is not.
         with Monitor(
-            model, to=lambda step, entry: json.dumps(entry), every=100, first_step=int(not is_looked_at), clip=clip
+            model, to=lambda step, entry: json.dumps(entry), every=100, first_step=0 if is_looked_at else 3, clip=clip
         ) as monitor:
             model(inputs.tokens, labels=inputs.tokens, use_cache=False).loss.backward()
             optimiser.step()
@@ -55,7 +58,7 @@ def time_steps(case: ModelCase, rounds: int, clip: float | None) -> dict[str, li
 
 
 def time_forwards(case: ModelCase, rounds: int) -> dict[str, list[float]]:
-    """Seconds of forward passes of each way, in random order within each round."""
+    """Return the seconds of forward passes of each way, in random order within each round."""
     rng = np.random.default_rng(0)
     (inputs,) = case.make_inputs(rng)
     model = inputs.model.eval()
@@ -63,8 +66,8 @@ def time_forwards(case: ModelCase, rounds: int) -> dict[str, list[float]]:
     def run_plain() -> None:
         model(inputs.tokens, use_cache=False)
 
-    def run_watched(fuse: bool) -> None:
-        with watch(model, fuse=fuse) as seen:
+    def run_watched(start: Callable[[torch.nn.Module], AbstractContextManager[Seen]]) -> None:
+        with start(model) as seen:
             run_plain()
         assert len(seen.layers) == case.layers
 
@@ -78,8 +81,8 @@ def time_forwards(case: ModelCase, rounds: int) -> dict[str, list[float]]:
 
     ways: dict[str, Callable[[], None]] = {
         "plain": run_plain,
-        "passive": lambda: run_watched(False),
-        "fused": lambda: run_watched(True),
+        "passive": lambda: run_watched(watch),
+        "fused": lambda: run_watched(FusedWatch),
         "output_attentions": run_with_weights,
     }
     model.set_attn_implementation("sdpa")
@@ -95,7 +98,7 @@ def time_forwards(case: ModelCase, rounds: int) -> dict[str, list[float]]:
 
 
 def compare(seconds: dict[str, list[float]], way: str) -> dict[str, Any]:
-    """The median of paired ratios to the plain way, with its 95% bootstrap interval."""
+    """Return the median of paired ratios to the plain way, with its 95% bootstrap interval."""
     ratios = np.array(seconds[way]) / np.array(seconds["plain"])
     picks = np.random.default_rng(1).integers(len(ratios), size=(4000, len(ratios)))
     low, high = np.quantile(np.median(ratios[picks], axis=1), [0.025, 0.975])
@@ -103,7 +106,7 @@ def compare(seconds: dict[str, list[float]], way: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Time both, print them, and write them down."""
+    """Time forward passes and training steps, print the results and write them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--batch", type=int, default=4)

@@ -176,7 +176,7 @@ class Inputs {
         problem.dtype = sqrtdk::Dtype(given.dtype);
         heads_ = q_.size(3);
         problem.groups = k_.size(3);
-        problem.shared = heads_ / problem.groups;
+        problem.shared = problem.groups == 0 ? 0 : heads_ / problem.groups;
         problem.queries = q_.size(2);
         problem.keys = k_.size(2);
         problem.d_k = q_.size(1);

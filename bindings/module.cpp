@@ -95,7 +95,7 @@ void raise_unless_ok(sqrtdk::Status status, const char* level) {
         case sqrtdk::Status::out_of_memory: PyErr_NoMemory(); throw nb::python_error();
         case sqrtdk::Status::unknown_dtype: throw nb::value_error("the kernel has no such dtype");
         case sqrtdk::Status::unknown_mask: throw nb::value_error("the kernel has no such kind of mask");
-        default:
+        case sqrtdk::Status::unknown_level:
             PyErr_Format(PyExc_RuntimeError, "the kernel has no level '%s' that runs here", level);
             throw nb::python_error();
     }

@@ -1,6 +1,6 @@
-"""Trains the ablation that comes with sqrtdk (half an hour on two cores), writes its record and draws its picture.
+"""Trains the ablation that comes with sqrtdk (half an hour on two cores), writes its record and plots its figure.
 
-Finished runs are kept in a store, so that it can be broken off: python docs/make_ablation.py runs.sqlite
+A store keeps finished runs, so that an interrupted training can continue: python docs/make_ablation.py runs.sqlite
 """
 
 import datetime
@@ -10,16 +10,16 @@ from pathlib import Path
 
 from sqrtdk.lab import Lab, ablate
 from sqrtdk.lab.shipped import SHIPPED, compact
-from sqrtdk.progress import follow, progress_bar
 from sqrtdk.report.files import save_figure, write_whole
+from sqrtdk.show.progress import follow, progress_bar
 
 DOCS = Path(__file__).parent
-RECORD = DOCS.parent / "src" / "sqrtdk" / "data" / "ablation.json"
+RECORD = DOCS.parent / "src" / "sqrtdk" / "records" / "data" / "ablation.json"
 PICTURE = DOCS / "images" / "ablation.png"
 
 
 def main(store):
-    """Train what the store lacks, then write."""
+    """Train the runs that the store lacks, then write the record and the figure."""
     with progress_bar() as bar, Lab(store, progress=follow(bar, "training")) as lab:
         record = compact(ablate(SHIPPED, lab), datetime.datetime.now(datetime.UTC).date().isoformat())
     content = json.dumps(record.as_json(), ensure_ascii=False, separators=(",", ":"))

@@ -1,4 +1,4 @@
-"""Runs docs/exercises.ipynb without Jupyter and stores what its cells show, so that it reads where nothing can run."""
+"""Runs docs/exercises.ipynb without Jupyter and stores the outputs of its cells, so that readers need not run it."""
 
 import ast
 import base64
@@ -16,26 +16,26 @@ NOTEBOOK = Path(__file__).parent / "exercises.ipynb"
 
 
 def read_notebook():
-    """The notebook as it stands."""
+    """Return the notebook as stored."""
     return json.loads(NOTEBOOK.read_text(encoding="utf-8"))
 
 
 def code_of(notebook):
-    """Its cells of code, in order."""
+    """Return the code cells of a notebook, in order."""
     return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
 
 
 def trains(cell):
-    """Whether a cell trains models, which takes about a minute."""
+    """Return whether a cell trains models, which takes about a minute."""
     return "trains" in cell["metadata"].get("tags", [])
 
 
 def run_cells(cells, pictures=True):
-    """Run cells in one namespace; the outputs of each, as a notebook stores them."""
+    """Run cells in one namespace and return the outputs of each, in the notebook format."""
     namespace, plans = {"__name__": "__main__"}, {}
 
     def figure(data):
-        # Plotly draws in a browser alone: what is stored is the same plan, drawn by matplotlib.
+        # Plotly needs a browser, so the stored figure is the same plan drawn by matplotlib.
         plan = plan_figure(data)
         drawn = draw_together(plan)
         plans[id(drawn)] = (plan, drawn)
@@ -87,12 +87,12 @@ def _lines(text):
 
 
 def read_outputs(outputs):
-    """What a cell printed; titles of figures may change without a number doing so."""
+    """Return the printed text of a cell, without figures, whose titles may change independently of the numbers."""
     return "".join("".join(output["text"]) for output in outputs if output["output_type"] == "stream")
 
 
 def main():
-    """Run all cells and store what they show."""
+    """Run all cells and store their outputs."""
     notebook = read_notebook()
     cells = code_of(notebook)
     for number, (cell, outputs) in enumerate(zip(cells, run_cells(cells), strict=True), 1):

@@ -45,9 +45,11 @@ Status run(const Call& call, const char* level, Status (*Implementation::*pass)(
     if (implementation == nullptr) return Status::unknown_level;
     if (!is_one_of(call.dtype, Dtype::float16, Dtype::float64)) return Status::unknown_dtype;
     if (!is_one_of(call.mask.kind, MaskKind::none, MaskKind::float64)) return Status::unknown_mask;
-    // The caller's exception flags stay as they were, whatever is computed on the way to the pool and back.
+    // What is computed on the way to the pool and back is computed in the default environment, too: no traps, rounding
+    // to nearest, denormals kept. The caller's environment and exception flags stay as they were.
     std::fenv_t environment;
     std::fegetenv(&environment);
+    std::fesetenv(FE_DFL_ENV);
     const Status status = (implementation->*pass)(call);
     std::fesetenv(&environment);
     return status;

@@ -1,4 +1,4 @@
-// What each CPU level offers; every level_<name>.cpp defines these in its own namespace.
+// Functions of each CPU level: forward.cpp and backward.cpp define them once per level, in its own namespace.
 #pragma once
 
 #include "kernel.h"

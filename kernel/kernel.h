@@ -10,7 +10,15 @@ namespace sqrtdk {
 
 enum class Dtype : int { float16, bfloat16, float32, float64 };
 enum class MaskKind : int { none, boolean, float16, bfloat16, float32, float64 };
-enum class Status : int { ok, interrupted, out_of_memory, unknown_level, unknown_dtype, unknown_mask };
+// How a call ended; with any other status than `ok` its results are incomplete.
+enum class Status : int {
+    ok,
+    interrupted,    // Problem::interrupted said so
+    out_of_memory,  // scratch memory was not to be had
+    unknown_level,  // no level has this name, or this CPU cannot run it
+    unknown_dtype,  // no Dtype has this number
+    unknown_mask,   // no MaskKind has this number
+};
 
 // A strided array; strides count elements and may be zero or negative.
 struct Query {  // [N, G, R, L, D]
@@ -66,8 +74,8 @@ struct Statistics {
 };
 
 // Which weights are left out of the output: of row i and key j that with draw(seed, i, j) < probability * 2^32, a word
-// of 32 bits (dropout.h); the others grow by 1 / (1 - probability). Statistics, weights and sums are those before. Rows
-// count [N, G, R, L], from first_row on where the call is a part of another.
+// of 32 bits (rows/dropout.h); the others grow by 1 / (1 - probability). Statistics, weights and sums are those before.
+// Rows count [N, G, R, L], from first_row on where the call is a part of another.
 struct Dropout {
     double probability = 0;  // 0: none
     int64_t seed = 0;
@@ -78,7 +86,7 @@ struct Dropout {
 // runtime that the program has anyway, in place of the kernel's own threads. The signature is that of GOMP_parallel.
 using Team = void (*)(void (*body)(void*), void* data, unsigned threads, unsigned flags);
 
-// What both passes read: the arrays, who sees whom, and how the call is to be run.
+// Input of both passes: the arrays, the visible keys, and how the call is run.
 struct Problem {
     Dtype dtype;
     int64_t batch, groups, shared, queries, keys, d_k, d_v;
@@ -101,7 +109,7 @@ struct Problem {
     void* context;
 };
 
-// What the backward pass needs to know of each row, contiguous [N, G, R, L], or null: the largest logit and the sum of
+// Numbers of each row that the backward pass needs, contiguous [N, G, R, L], or null: the largest logit and the sum of
 // exp(logit - max) over the visible keys, the sink left out. A row that sees nothing has -inf and 0. A row that the
 // forward pass computed in float64, key by key, has a NaN for the sum: the backward pass does the same.
 struct Saved {
@@ -123,7 +131,7 @@ struct Forward : Problem {
 // alibi   sum over keys of dlogit * (j - i - offset), defined without slopes too
 #define SQRTDK_ROW_GRADIENTS(X) X(scale) X(sinks) X(alibi)
 
-// What backward() writes; query, key and value contiguous and of the call's dtype, those per row contiguous or null.
+// Results of backward(); query, key and value contiguous and of the call's dtype, those per row contiguous or null.
 struct Gradients {
     void* query;  // [N, G, R, L, D]
     void* key;    // [N, G, S, D], summed over the query heads that share the key
@@ -140,8 +148,7 @@ struct Backward : Problem {
     Gradients gradients;
 };
 
-// Run one pass on the named CPU level. Inputs are only read; outputs are complete unless the status says otherwise.
-// The status names what is unknown: the level, the dtype or the kind of mask.
+// Run one pass on the named CPU level. Inputs are only read.
 Status forward(const Forward& call, const char* level);
 Status backward(const Backward& call, const char* level);
 

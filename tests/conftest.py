@@ -1,11 +1,12 @@
-"""Fixtures that several test modules share."""
+"""Fixtures that several test modules share; README.md beside this file says which oracle is for what."""
 
 import signal
 from pathlib import Path
 
 import pytest
 
-from sqrtdk import backends
+from levels import NATIVE, TRIED
+from sqrtdk import backends, errors
 
 # A shell starts what runs in the background with Ctrl-C ignored, and every process from there on inherits that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -13,12 +14,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Away from the source tree, as `make wheel` runs the tests, there is nothing for these to read.
 HAS_TREE = (Path(__file__).parents[1] / "src").is_dir()
-collect_ignore = [] if HAS_TREE else ["benchmarks", "mutants.py", "test_build.py", "test_docs.py", "test_notebook.py"]
+NEEDS_TREE = ["benchmarks", "mutants.py", "support/bench_machine.py", "support/bench_peers.py"]
+NEEDS_TREE += [f"project/test_{name}.py" for name in ("architecture", "build", "docs", "mutants", "notebook", "words")]
+collect_ignore = [] if HAS_TREE else NEEDS_TREE
 
-RUNNING = [backend.name for backend in backends.list() if backend.runs_here]
-# avx512_bf16 is avx512 but for bfloat16, and there random calls (test_fuzz, make sanitize) try both.
-TRIED = [name for name in RUNNING if not (name == "avx512" and "avx512_bf16" in RUNNING)]
-NATIVE = [name for name in TRIED if name != backends.REFERENCE]
+# Each of two test processes would make them.
+SLOW_FIXTURES = {"verdicts"}
+
+# Faults of ours are not hidden by what must not end a user's program; a test of that switches it off.
+errors.faults_are_raised = True
 
 
 # Per module, not per test: hypothesis refuses fixtures that would have to be set up again for every example.
@@ -48,8 +52,9 @@ def nothing_left():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """`make check` tries the best level and the reference; those in between repeat the same tests in `make test`."""
+    """`make check` tries the best level and the reference, and does without fixtures that take seconds."""
     for item in items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
-        if {parameters.get("backend"), parameters.get("native")} & set(TRIED[1:-1]):
+        is_between = {parameters.get("backend"), parameters.get("native")} & set(TRIED[1:-1])
+        if is_between or SLOW_FIXTURES & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.slow)

@@ -9,9 +9,10 @@ import threading
 import numpy as np
 import pytest
 
-from conftest import NATIVE, RUNNING
+from levels import NATIVE, RUNNING
 from oracle import draw
 from sqrtdk import SqrtdkError, attention, backends
+from sqrtdk.operation.cpus import read_cgroup_quota
 
 NAMES = ["avx512_bf16", "avx512", "avx2", "portable", "reference"]
 
@@ -56,7 +57,8 @@ def test_use_forces_until_the_block_ends_and_restores_after_an_error():
     assert backends.current() == before
 
 
-def test_use_without_a_block_stays():
+@pytest.mark.slow
+def test_use_without_a_block_holds_for_the_process():
     code = "from sqrtdk import backends; backends.use('reference'); print(backends.current())"
     assert run_python(code) == "reference"
     assert run_python(code + "; backends.use(None); print(backends.current())").split() == ["reference", RUNNING[0]]
@@ -100,8 +102,8 @@ def test_a_backend_that_does_not_run_here_says_why(monkeypatch):
 @pytest.mark.parametrize(
     ("count", "kind", "text"),
     [
-        (0, ValueError, "count must lie between 1 and 256, got 0"),
-        (257, ValueError, "count must lie between 1 and 256, got 257"),
+        (0, ValueError, "count must be from 1 to 256, got 0"),
+        (257, ValueError, "count must be from 1 to 256, got 257"),
         (True, TypeError, "count must be an integer, got True"),
         (2.0, TypeError, r"count must be an integer, got 2\.0"),
     ],
@@ -142,6 +144,7 @@ def test_a_wrong_environment_is_named():
 THREADS = "import os; {}; from sqrtdk import backends; print(backends.threads())"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("text", "count"), [("1", 1), ("3", 3), (" 5 , 2", 5), ("1000", 256)])
 def test_threads_follow_omp_num_threads(text, count):
     assert run_python(THREADS.format("pass"), OMP_NUM_THREADS=text) == str(count)
@@ -166,14 +169,14 @@ def test_quota_of_control_groups_version_2(tmp_path):
     membership = tmp_path / "membership"
     membership.write_text("0::/slice/task\n")
     root = tmp_path / "cgroup"
-    assert backends.read_cgroup_quota(root, membership) is None
+    assert read_cgroup_quota(root, membership) is None
     control_group(root, "slice/task", cpu__max="max 100000\n")
-    assert backends.read_cgroup_quota(root, membership) is None
+    assert read_cgroup_quota(root, membership) is None
     control_group(root, "slice", cpu__max="150000 100000\n")  # the parent's limit holds for the child
-    assert backends.read_cgroup_quota(root, membership) == 1.5
+    assert read_cgroup_quota(root, membership) == 1.5
     control_group(root, "slice/task", cpu__max="50000 100000\n")
-    assert backends.read_cgroup_quota(root, membership) == 0.5
-    assert backends.read_cgroup_quota(root, tmp_path / "nothing") is None
+    assert read_cgroup_quota(root, membership) == 0.5
+    assert read_cgroup_quota(root, tmp_path / "nothing") is None
 
 
 def test_quota_of_control_groups_version_1(tmp_path):
@@ -181,9 +184,9 @@ def test_quota_of_control_groups_version_1(tmp_path):
     membership.write_text("4:memory:/task\n3:cpu,cpuacct:/task\n")
     root = tmp_path / "cgroup"
     control_group(root, "cpu,cpuacct/task", cpu__cfs_quota_us="-1\n", cpu__cfs_period_us="100000\n")
-    assert backends.read_cgroup_quota(root, membership) is None
+    assert read_cgroup_quota(root, membership) is None
     control_group(root, "cpu,cpuacct", cpu__cfs_quota_us="250000\n", cpu__cfs_period_us="100000\n")
-    assert backends.read_cgroup_quota(root, membership) == 2.5
+    assert read_cgroup_quota(root, membership) == 2.5
 
 
 WITHOUT_KERNEL = """
@@ -210,7 +213,8 @@ def test_without_the_kernel_the_first_call_says_so_once():
     assert where == "<string>"  # the caller's line, not ours
 
 
-def test_who_asks_for_the_reference_hears_nothing():
+@pytest.mark.slow
+def test_choosing_the_reference_gives_no_warning():
     by_name = WITHOUT_KERNEL.format(prepare="backends.use('reference')", filter="error")
     assert json.loads(run_python(by_name)) == []
     by_variable = WITHOUT_KERNEL.format(prepare="", filter="error")
@@ -228,7 +232,7 @@ def test_without_the_kernel_everything_but_the_reference_says_why():
     assert run_python(code).splitlines() == [str([(name, why) for name in NAMES[:-1]]), "reference"]
 
 
-def test_a_kernel_that_cannot_be_loaded_is_told_apart(tmp_path):
+def test_a_kernel_that_cannot_be_loaded_gives_its_own_error(tmp_path):
     (tmp_path / "broken.so").write_text("not a library")
     code = (
         "import importlib.machinery, importlib.util, sys\n"

@@ -43,7 +43,7 @@ def test_the_registry_knows_the_policies_and_each_states_formula_and_source():
 @pytest.mark.parametrize(
     ("policy", "d_k", "expected"),
     [
-        (scales.Unscaled(), 64, 1.0),
+        (scales.NoScaling(), 64, 1.0),
         (scales.Sqrt(), 64, 0.125),
         (scales.Sqrt(), 512, 0.04419417382415922),
         (scales.Inverse(), 64, 0.015625),
@@ -97,7 +97,7 @@ NO_OPS = {
 
 
 @pytest.mark.parametrize("name", NO_OPS)
-def test_where_the_formula_says_so_nothing_changes(name):
+def test_policies_equal_the_default_where_their_formulas_agree(name):
     q, k, v = noise()
     np.testing.assert_allclose(attention(q, k, v, scale=NO_OPS[name]).output, attention(q, k, v).output, rtol=1e-12)
 
@@ -124,7 +124,7 @@ SHARPER = {
 
 
 @pytest.mark.parametrize("name", SHARPER)
-def test_the_sharper_one_has_less_entropy(name):
+def test_sharper_temperatures_have_less_entropy(name):
     sharp, soft = SHARPER[name]
     assert entropy(sharp) < entropy(soft) - 1e-3
 
@@ -167,7 +167,7 @@ def test_llama4_counts_absolute_positions():
 
 
 @pytest.mark.parametrize("policy", ["cosine", "qk_norm"])
-def test_normalisation_forgets_the_size_of_q_and_k(policy):
+def test_normalisation_ignores_the_size_of_q_and_k(policy):
     q, k, v = noise()
     sizes = np.linspace(0.5, 1e3, 6)[:, None]
     plain = attention(q, k, v, scale=policy).output
@@ -214,7 +214,7 @@ def test_every_policy_matters_and_counts_once(name):
     assert np.abs(result.output - doubled.output).max() > 1e-2
 
 
-def test_a_policy_of_ones_own(monkeypatch):
+def test_a_custom_policy(monkeypatch):
     monkeypatch.setattr(scales, "_registry", dict(scales._registry))
 
     @scales.register
@@ -278,7 +278,7 @@ def test_wrong_parameters_are_named(make, text):
         make()
 
 
-def test_what_a_user_may_write_for_a_policy():
+def test_a_policy_is_resolved_from_none_a_name_or_an_object():
     assert scales.resolve(None) == scales.resolve("sqrt") == scales.Sqrt()
     policy = scales.Yarn(2.0)
     assert scales.resolve(policy) is policy

@@ -138,7 +138,7 @@ def test_equal_rows_are_the_same_sample():
         assert dataclasses.replace(some, sample=sample) != some
 
 
-def test_a_sample_tells_its_positions_and_how_many_rows_there_are():
+def test_a_sample_has_its_positions_and_the_number_of_all_rows():
     rows = statistics_of_noise(0, 2, 8)
     assert rows.sample is None
     some = take(rows, [1, 4, 6])

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from rows_of_noise import statistics_of_noise, take
 from sqrtdk import AttentionStatistics, HeadSummary, SqrtdkError, attention
-from sqrtdk.moments import find_bins
 from sqrtdk.statistics import ROW_FIELDS
-from sqrtdk.summary import BIN_EDGES, FARTHEST, SUMMARISED, Moments, RowBlock, join_blocks, summarise
+from sqrtdk.summary import BIN_EDGES, FARTHEST, SUMMARISED, Moments
+from sqrtdk.summary.heads import RowBlock, join_blocks, summarise
+from sqrtdk.summary.moments import find_bins
 
 
 def entries_of(rows, at):
@@ -152,7 +153,7 @@ def test_a_sample_of_all_rows_is_no_sample():
 def test_a_summary_without_rows_prints_no_maximum():
     q = np.zeros((2, 0, 4))
     summary = HeadSummary.of(attention(q, q, q).statistics)
-    assert summary.write_largest("max_logit") == ["-", "-"]
+    assert summary.write_largest("max_logit") == ["–", "–"]
     assert "0 of 0 rows" in repr(summary)
 
 
@@ -207,7 +208,7 @@ def test_without_common_positions_no_offset_is_counted():
     assert HeadSummary.of(attention(q, k, v).statistics).max_keys.rows.tolist() == [5, 5]
 
 
-def test_the_share_of_the_commonest_key_is_per_sequence():
+def test_the_share_on_the_most_attended_key_is_per_sequence():
     batch = [  # two sequences, two heads
         [[0, 0, 0, 1], [2, 2, -1, 3]],
         [[3, 3, 1, 1], [-1, -1, -1, 0]],
@@ -218,7 +219,7 @@ def test_the_share_of_the_commonest_key_is_per_sequence():
     np.testing.assert_allclose(keys.commonest_share, [5 / 8, 2 / 3], rtol=1e-15)
     nothing = HeadSummary.of(choose([[-1, -1]])).max_keys
     assert (nothing.sequences.tolist(), np.isnan(nothing.commonest_share).all()) == ([0], True)
-    assert "-" in repr(nothing)
+    assert "–" in repr(nothing)
 
 
 def test_rows_that_are_not_finite_have_no_most_attended_key():
@@ -241,9 +242,9 @@ def test_shares_and_offsets_against_counting(keys):
 
 
 @pytest.mark.parametrize("offset", [65, -65, 1.0, True, "previous"])
-def test_an_offset_that_is_not_counted_apart_is_refused(offset):
+def test_an_offset_without_a_bin_is_refused(offset):
     keys = HeadSummary.of(choose([[0, 1]])).max_keys
-    with pytest.raises(SqrtdkError, match=r"offset must be an integer from -64 to 64, got "):
+    with pytest.raises(SqrtdkError, match=r"offset must be (an integer|from -64 to 64), got "):
         keys.offset_share(offset)
 
 

@@ -1,4 +1,4 @@
-"""The laws behind the scale, each against sampling with intervals, quadrature, finite differences or mpmath."""
+"""The formulas behind the scale, each against sampling with intervals, quadrature, finite differences or mpmath."""
 
 import itertools
 import math
@@ -30,22 +30,22 @@ CORRELATED = [
 
 
 @pytest.mark.parametrize("d_k", [1, 16])
-@pytest.mark.parametrize("law", CORRELATED, ids=str)
-def test_mean_and_variance_of_dot_products_by_sampling(law, d_k):
+@pytest.mark.parametrize("moments", CORRELATED, ids=str)
+def test_mean_and_variance_of_dot_products_by_sampling(moments, d_k):
     rng = np.random.default_rng(7)
-    full = {"mean_q": 0.0, "mean_k": 0.0, "std_q": 1.0, "std_k": 1.0, "correlation": 0.0} | law
+    full = {"mean_q": 0.0, "mean_k": 0.0, "std_q": 1.0, "std_k": 1.0, "correlation": 0.0} | moments
     one, other = rng.standard_normal((2, 60_000, d_k))
     r = full["correlation"]
     q = full["mean_q"] + full["std_q"] * one
     k = full["mean_k"] + full["std_k"] * (r * one + math.sqrt(1 - r * r) * other)
     dots = (q * k).sum(axis=1)
-    mean, variance = theory.dot_product_mean(d_k, **law), theory.dot_product_variance(d_k, **law)
+    mean, variance = theory.dot_product_mean(d_k, **moments), theory.dot_product_variance(d_k, **moments)
     assert_covers(dots, mean)
     assert assert_covers((dots - mean) ** 2, variance) < 0.1 * variance
 
 
 @pytest.mark.parametrize("entries", ["signs", "uniform", "exponential"])
-def test_the_variance_law_needs_no_normal_distribution(entries):
+def test_the_variance_formula_needs_no_normal_distribution(entries):
     rng = np.random.default_rng(8)
     draw = {
         "signs": lambda size: rng.choice([-1.0, 1.0], size),
@@ -67,15 +67,17 @@ def test_a_row_does_not_see_the_mean_of_its_keys():
     assert_covers((pairs - pairs.mean()) ** 2, theory.dot_product_variance(64, mean_k=1.0))
 
 
-@pytest.mark.parametrize("law", [{"mean_q": 2.0, "std_q": 0.5}, {"std_k": 3.0}, {"key_correlation": 0.9}, {}], ids=str)
-def test_variance_within_rows_by_sampling(law):
+@pytest.mark.parametrize(
+    "moments", [{"mean_q": 2.0, "std_q": 0.5}, {"std_k": 3.0}, {"key_correlation": 0.9}, {}], ids=str
+)
+def test_variance_within_rows_by_sampling(moments):
     rng = np.random.default_rng(13)
-    full = {"mean_q": 0.0, "std_q": 1.0, "std_k": 1.0, "key_correlation": 0.0} | law
+    full = {"mean_q": 0.0, "std_q": 1.0, "std_k": 1.0, "key_correlation": 0.0} | moments
     r = full["key_correlation"]
     q = full["mean_q"] + full["std_q"] * rng.standard_normal((20_000, 8, 1))
     shared, own = rng.standard_normal((20_000, 8, 1)), rng.standard_normal((20_000, 8, 6))
     k = full["std_k"] * (math.sqrt(r) * shared + math.sqrt(1 - r) * own)
-    assert_covers((q * k).sum(axis=1).var(axis=1, ddof=1), theory.row_variance(8, **law))
+    assert_covers((q * k).sum(axis=1).var(axis=1, ddof=1), theory.row_variance(8, **moments))
 
 
 def test_variance_of_keys_that_are_not_isotropic():
@@ -140,7 +142,7 @@ def test_terms_of_the_square_are_counted_right(d_k):
 
 
 @pytest.mark.parametrize("sharpness", [0.1, 1.0, 10.0])
-def test_the_jacobian_is_the_slope_of_softmax(sharpness):
+def test_the_jacobian_is_the_derivative_of_softmax(sharpness):
     x = sharpness * np.random.default_rng(0).standard_normal((2, 6))
     jacobian = theory.softmax_jacobian(softmax(x))
     for j in range(6):
@@ -170,7 +172,7 @@ def test_the_saturation_index():
     assert float(theory.saturation_index(math.sqrt(2 * math.log(50)), 50)) == pytest.approx(1.0)
     assert np.isnan(theory.saturation_index(1.0, [0, 1])).all()
     assert theory.saturation_index([1.0, 2.0], 100).shape == (2,)
-    begins, nearly = theory.unscaled_crossover(1024)
+    begins, nearly = theory.crossover_without_scaling(1024)
     assert float(theory.saturation_index(math.sqrt(begins), 1024)) == pytest.approx(1.0)
     assert float(theory.saturation_index(math.sqrt(nearly), 1024)) == pytest.approx(2.0)
 
@@ -235,12 +237,12 @@ def test_condensation_is_trusted_where_it_is_good():
     worst = {"spread": 0.0, "condensed": 0.0}
     for n, rho in itertools.product((64, 1024, 65536), (0.05, 0.25, 0.4999, 0.75, 1.5, 2.0001, 3.0, 5.0)):
         sigma = rho * math.sqrt(2 * math.log(n))
-        law, exact = theory.condensation(sigma, n), theory.expected_softmax(sigma, n)
-        assert law.trusted == (rho < 0.5 or rho > 2)
+        limit, exact = theory.condensation(sigma, n), theory.expected_softmax(sigma, n)
+        assert limit.trusted == (rho < 0.5 or rho > 2)
         if rho < 0.5:
-            worst["spread"] = max(worst["spread"], abs(law.entropy_ratio - exact.entropy_ratio))
+            worst["spread"] = max(worst["spread"], abs(limit.entropy_ratio - exact.entropy_ratio))
         elif rho > 2:
-            worst["condensed"] = max(worst["condensed"], abs(law.sum_p2 - exact.sum_p2))
+            worst["condensed"] = max(worst["condensed"], abs(limit.sum_p2 - exact.sum_p2))
     assert worst["spread"] < 0.03
     assert worst["condensed"] < 0.12
     assert worst["condensed"] > 0.01  # the stated bound is of the right order, not idle
@@ -282,6 +284,7 @@ def test_the_entropy_expansion_is_good_at_small_spread(rho, n):
     assert abs(expansion - exact) <= abs(limit - exact) + 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sigma", "n"), [(0.5, 8), (2.0, 64), (8.0, 1024), (22.0, 16), (5.0, 2), (3.0, 3)])
 def test_expected_jacobian_by_sampling(sigma, n):
     logits = sigma * np.random.default_rng(17).standard_normal((max(4000, 10**6 // n), n))
@@ -315,7 +318,7 @@ def test_the_crossing_is_the_first_size_whose_sum_is_a_half():
     for n in (3, 16, 1024):
         crossing = theory.concentration_crossing(n)
         assert theory.expected_rows(1.0, crossing, n).sum_p2 >= 0.5 > theory.expected_rows(1.0, crossing - 1, n).sum_p2
-        assert crossing < theory.unscaled_crossover(n).nearly_one_hot
+        assert crossing < theory.crossover_without_scaling(n).concentrated
 
 
 def test_expected_rows_by_sampling():
@@ -374,7 +377,7 @@ def projection(name, rng, draws):
         edge = math.sqrt(6 / (D_MODEL + fan_out))
         return rng.uniform(-edge, edge, shape), bias
     spread = {"unit": D_MODEL**-0.5, "unit_weights": 1.0, "kaiming": math.sqrt(2 / D_MODEL), "gpt2": 0.02}
-    spread["absorbed"] = D_MODEL**-0.5 * D_K**-0.25
+    spread["rescaled"] = D_MODEL**-0.5 * D_K**-0.25
     return spread[name] * rng.standard_normal(shape), bias
 
 
@@ -382,15 +385,15 @@ def projection(name, rng, draws):
 def test_initial_variance_by_sampling(name):
     rng = np.random.default_rng(10)
     draws = 12_000
-    law = theory.initial_variance(name, d_model=D_MODEL, d_k=D_K, heads=HEADS, input_variance=2.0)
+    expected = theory.initial_variance(name, d_model=D_MODEL, d_k=D_K, heads=HEADS, input_variance=2.0)
     sides = []
     for _ in range(2):
         weight, bias = projection(name, rng, draws)
-        assert weight.var() == pytest.approx(law.weight, rel=0.02)
+        assert weight.var() == pytest.approx(expected.weight, rel=0.02)
         x = math.sqrt(2.0) * rng.standard_normal((draws, D_MODEL))
         sides.append(np.einsum("nij,nj->ni", weight, x) + bias)
-    assert_covers((sides[0] ** 2).mean(axis=1), law.entry)
-    assert_covers((sides[0] * sides[1]).sum(axis=1) ** 2, law.dot_product)
+    assert_covers((sides[0] ** 2).mean(axis=1), expected.entry)
+    assert_covers((sides[0] * sides[1]).sum(axis=1) ** 2, expected.dot_product)
 
 
 @pytest.mark.slow
@@ -398,14 +401,14 @@ def test_torchs_own_layers_start_with_the_stated_variance():
     torch = pytest.importorskip("torch")
     torch.manual_seed(0)
     linear = torch.nn.Linear(512, 512)
-    law = theory.initial_variance("torch", d_model=512, d_k=64, heads=8)
-    assert float(linear.weight.detach().var()) == pytest.approx(law.weight, rel=0.02)
+    expected = theory.initial_variance("torch", d_model=512, d_k=64, heads=8)
+    assert float(linear.weight.detach().var()) == pytest.approx(expected.weight, rel=0.02)
     packed = torch.nn.MultiheadAttention(512, 8).in_proj_weight.detach()
-    law = theory.initial_variance("xavier_packed", d_model=512, d_k=64, heads=8)
-    assert float(packed.var()) == pytest.approx(law.weight, rel=0.02)
+    expected = theory.initial_variance("xavier_packed", d_model=512, d_k=64, heads=8)
+    assert float(packed.var()) == pytest.approx(expected.weight, rel=0.02)
     torch.nn.init.xavier_uniform_(linear.weight)
-    law = theory.initial_variance("xavier", d_model=512, d_k=64, heads=8)
-    assert float(linear.weight.detach().var()) == pytest.approx(law.weight, rel=0.02)
+    expected = theory.initial_variance("xavier", d_model=512, d_k=64, heads=8)
+    assert float(linear.weight.detach().var()) == pytest.approx(expected.weight, rel=0.02)
 
 
 def measured_gradients(scale, d_k, n, samples, queries=32, seed=11):
@@ -417,6 +420,7 @@ def measured_gradients(scale, d_k, n, samples, queries=32, seed=11):
     return norms / np.linalg.norm(grad, axis=-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("d_k", "n", "power"), [(64, 256, 0), (64, 256, 0.5), (64, 256, 1), (512, 16, 0), (4, 16, 0), (1, 16, 0), (2, 2, 0)]
 )
@@ -426,11 +430,12 @@ def test_gradient_scale_is_the_root_mean_square(d_k, n, power):
     assert_covers(squares, theory.gradient_scale(scale, d_k=d_k, n=n) ** 2)
 
 
-def test_gradient_scale_of_no_scale_and_of_a_negative_one():
+def test_gradient_scale_of_a_zero_and_of_a_negative_scale():
     assert theory.gradient_scale(-0.125, d_k=64, n=1024) == theory.gradient_scale(0.125, d_k=64, n=1024)
     assert theory.gradient_scale(0.0, d_k=64, n=1024) == 0
 
 
+@pytest.mark.slow
 def test_the_gap_density_by_sampling():
     for n in (2, 16, 300):
         top = np.sort(np.random.default_rng(19).standard_normal((200_000, n) if n < 50 else (20_000, n)), axis=1)[
@@ -442,9 +447,10 @@ def test_the_gap_density_by_sampling():
         assert abs(near.mean() - theory.top_gap_density(n)) < 5 * error + 0.03 * theory.top_gap_density(n)
 
 
-def test_unscaled_gradients_are_uneven_as_the_limit_says():
+@pytest.mark.slow
+def test_gradients_without_scaling_are_uneven_as_the_limit_says():
     """The mean stays, the root mean square grows as dₖ^¼, and ever fewer rows have a largest weight below 0.9."""
-    limits = {d_k: theory.unscaled_gradients(d_k, 16) for d_k in (64, 512, 4096)}
+    limits = {d_k: theory.gradients_without_scaling(d_k, 16) for d_k in (64, 512, 4096)}
     assert {limit.mean for limit in limits.values()} == {math.sqrt(2 / math.pi) * theory.top_gap_density(16)}
     norms = measured_gradients(1.0, 512, 16, samples=600, queries=4).mean(axis=1)
     assert assert_covers(norms, limits[512].mean) < 0.1
@@ -467,23 +473,23 @@ def test_query_gradient_norm_is_its_formula():
         (lambda: theory.dot_product_variance(4, correlation=1.5), r"correlation must lie in \[-1, 1\], got 1.5"),
         (lambda: theory.squared_sum_terms(-2), r"d_k must not be negative, got -2"),
         (lambda: theory.divided_variance(1.0, 0.0), r"divisor must not be 0"),
-        (lambda: theory.condensation(1.0, 1), r"n must be at least 2 keys, got 1"),
+        (lambda: theory.condensation(1.0, 1), r"n must be at least 2, got 1"),
         (lambda: theory.expected_softmax(-1.0, 4), r"sigma must be finite and not negative, got -1.0"),
         (lambda: theory.expected_softmax(math.inf, 4), r"sigma must be finite and not negative, got inf"),
-        (lambda: theory.unscaled_crossover(1), r"n must be at least 2 keys, got 1"),
+        (lambda: theory.crossover_without_scaling(1), r"n must be at least 2, got 1"),
         (lambda: theory.row_variance(4, alignment=-1.0), r"alignment must not be negative, got -1.0"),
         (lambda: theory.alignment(np.eye(2), np.eye(3)), r"must have shape \[d_k, d_k\], got \(2, 2\) and \(3, 3\)"),
         (lambda: theory.alignment(np.eye(2), np.zeros((2, 2))), r"must have a positive trace, got 2.0 and 0.0"),
         (lambda: theory.expected_rows(1.0, 0, 4), r"d_k must be at least 1, got 0"),
         (lambda: theory.gradient_scale(1.0, d_k=0, n=4), r"d_k must be at least 1, got 0"),
-        (lambda: theory.unscaled_gradients(0, 4), r"d_k must be at least 1, got 0"),
-        (lambda: theory.top_gap_density(1), r"n must be at least 2 keys, got 1"),
-        (lambda: theory.concentration_crossing(1), r"n must be at least 2 keys, got 1"),
+        (lambda: theory.gradients_without_scaling(0, 4), r"d_k must be at least 1, got 0"),
+        (lambda: theory.top_gap_density(1), r"n must be at least 2, got 1"),
+        (lambda: theory.concentration_crossing(1), r"n must be at least 2, got 1"),
         (lambda: theory.digamma(0.0), r"x must be positive, got 0.0"),
         (lambda: theory.digamma(math.nan), r"x must be positive, got nan"),
         (
             lambda: theory.initial_variance("he", d_model=4, d_k=2),
-            r"unknown initialisation 'he'; known: absorbed, gpt2",
+            r"unknown initialisation 'he'; known: gpt2, kaiming, rescaled",
         ),
         (
             lambda: theory.initial_variance("unit", d_model=0, d_k=2),

@@ -26,7 +26,7 @@ struct Passes {
         const int64_t item = bytes_of(call.dtype);
         rows = call.batch * call.groups * call.shared * call.queries;
         keys = call.batch * call.groups * call.keys;
-        grad_output = Array(random, {call.batch, call.groups, call.shared, call.queries, call.d_v}, item, false);
+        grad_output = Array(random, {call.batch, call.groups, call.shared, call.queries, call.d_v}, item, 0.0);
         std::normal_distribution<> normal;
         grad_output.each([&](int64_t at, const std::vector<int64_t>&) {
             naive::store(call.dtype, grad_output.data, at, normal(random));
@@ -107,7 +107,7 @@ const char* compare(const Passes& passes) {
                         if (!close(weight, row.weights[seen], allowed)) return "weight";
                         const double squashed = call.softcap > 0 ? std::tanh(row.scores[seen] / call.softcap) : 0.0;
                         const double of_logit = row.weights[seen] * (grad_weights[seen] - delta);
-                        const double slope = of_logit * (1.0 - squashed * squashed);
+                        const double of_score = of_logit * (1.0 - squashed * squashed);
                         alibi += of_logit * double(j - i - call.offset);
                         const int64_t to = (n * call.groups + g) * call.keys + j;
                         for (int64_t d = 0; d < call.d_k; ++d) {
@@ -116,9 +116,9 @@ const char* compare(const Passes& passes) {
                             const double q =
                                 at(call, call.q.data,
                                    n * call.q.n + g * call.q.g + r * call.q.r + i * call.q.l + d * call.q.d);
-                            query[size_t(d)] += of_scale * slope * k;
-                            scale += slope * q * k;
-                            key[size_t(to * call.d_k + d)] += of_scale * slope * q;
+                            query[size_t(d)] += of_scale * of_score * k;
+                            scale += of_score * q * k;
+                            key[size_t(to * call.d_k + d)] += of_scale * of_score * q;
                         }
                         for (int64_t c = 0; c < call.d_v; ++c)
                             value[size_t(to * call.d_v + c)] += row.kept[seen] * grad(c);

@@ -1,5 +1,4 @@
-// How far a result of the kernel may lie from the plain loops: what the rounding of its logits explains, and no
-// further.
+// Bounds on the distance of a result of the kernel from the plain loops: what the rounding of its logits explains.
 #pragma once
 
 #include <cmath>

@@ -1,4 +1,4 @@
-// What forward() answers to calls that are stopped or that nobody can compute. Numbers are forward_fuzz's.
+// Statuses of forward() for calls that are stopped or cannot be computed. forward_fuzz.cpp tests the numbers.
 #include "random_call.h"
 
 using namespace sqrtdk;

@@ -7,10 +7,9 @@
 #include <limits>
 #include <vector>
 
-#include "../kernel.h"
+#include "kernel.h"
 
-namespace sqrtdk {
-namespace naive {
+namespace sqrtdk::naive {
 
 inline double from_half(uint16_t bits) {
     const int exponent = (bits >> 10) & 31;
@@ -280,5 +279,4 @@ inline std::vector<double> weigh(const Forward& call, const Head& head, const Ro
     return sums;
 }
 
-}  // namespace naive
-}  // namespace sqrtdk
+}  // namespace sqrtdk::naive

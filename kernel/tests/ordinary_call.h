@@ -2,69 +2,12 @@
 // dtypes.
 #pragma once
 
-#include <algorithm>
 #include <cstdio>
-#include <memory>
-#include <random>
 
+#include "array.h"
 #include "naive.h"
 
 namespace sqrtdk {
-
-using Random = std::mt19937_64;
-
-inline int64_t pick(Random& random, std::initializer_list<int64_t> values) {
-    return values.begin()[random() % values.size()];
-}
-
-inline bool chance(Random& random, double probability) {
-    return std::uniform_real_distribution<>()(random) < probability;
-}
-
-inline int64_t bytes_of(Dtype dtype) { return dtype == Dtype::float64 ? 8 : dtype == Dtype::float32 ? 4 : 2; }
-
-// An array of up to five axes that lies in memory in any order, forwards or backwards, spread out or broadcast.
-struct Array {
-    std::unique_ptr<char[]> memory;
-    char* data = nullptr;
-    std::vector<int64_t> sizes, strides;
-
-    Array() = default;
-    Array(Random& random, std::vector<int64_t> shape, int64_t bytes, bool may_broadcast) : sizes(shape) {
-        std::vector<size_t> order(shape.size());
-        for (size_t i = 0; i < order.size(); ++i) order[i] = i;
-        if (chance(random, 0.5)) std::shuffle(order.begin(), order.end(), random);
-        strides.assign(shape.size(), 0);
-        int64_t step = pick(random, {1, 1, 1, 2, 3}), least = 0, most = 0;
-        for (size_t i = order.size(); i-- > 0;) {
-            const size_t axis = order[i];
-            if (may_broadcast && chance(random, 0.4)) continue;
-            strides[axis] = chance(random, 0.2) ? -step : step;
-            (strides[axis] < 0 ? least : most) += strides[axis] * (shape[axis] - 1);
-            step *= shape[axis];
-            step += chance(random, 0.2) ? 3 : 0;
-        }
-        memory.reset(new char[size_t((most - least + 1) * bytes)]());
-        data = memory.get() - least * bytes;
-    }
-
-    // Calls visit(offset in elements, index) for every element; a broadcast one is visited several times.
-    template <typename Visit>
-    void each(const Visit& visit) const {
-        std::vector<int64_t> index(sizes.size(), 0);
-        int64_t count = 1;
-        for (int64_t size : sizes) count *= size;
-        for (int64_t at = 0; at < count; ++at) {
-            int64_t left = at, offset = 0;
-            for (size_t i = sizes.size(); i-- > 0;) {
-                index[i] = left % sizes[i];
-                left /= sizes[i];
-                offset += index[i] * strides[i];
-            }
-            visit(offset, index);
-        }
-    }
-};
 
 struct Case {
     Forward call = {};
@@ -83,9 +26,9 @@ struct Case {
         call.threads = 1;
         const int64_t item = bytes_of(call.dtype);
         std::normal_distribution<> normal;
-        q = Array(random, {call.batch, call.groups, call.shared, call.queries, call.d_k}, item, false);
-        k = Array(random, {call.batch, call.groups, call.keys, call.d_k}, item, false);
-        v = Array(random, {call.batch, call.groups, call.keys, call.d_v}, item, false);
+        q = Array(random, {call.batch, call.groups, call.shared, call.queries, call.d_k}, item, 0.0);
+        k = Array(random, {call.batch, call.groups, call.keys, call.d_k}, item, 0.0);
+        v = Array(random, {call.batch, call.groups, call.keys, call.d_v}, item, 0.0);
         for (Array* array : {&q, &k, &v}) {
             array->each([&](int64_t at, const std::vector<int64_t>&) {
                 naive::store(call.dtype, array->data, at, normal(random));
@@ -94,7 +37,7 @@ struct Case {
         call.q = {q.data, q.strides[0], q.strides[1], q.strides[2], q.strides[3], q.strides[4]};
         call.k = {k.data, k.strides[0], k.strides[1], k.strides[2], k.strides[3]};
         call.v = {v.data, v.strides[0], v.strides[1], v.strides[2], v.strides[3]};
-        scale = Array(random, {call.batch, call.groups, call.shared, call.queries}, 8, true);
+        scale = Array(random, {call.batch, call.groups, call.shared, call.queries}, 8, 0.4);
         const double sharpness = pick(random, {0, 1, 1, 1, 3}) / std::sqrt(double(call.d_k));
         scale.each([&](int64_t at, const std::vector<int64_t>&) {
             reinterpret_cast<double*>(scale.data)[at] = sharpness * (1.0 + 0.3 * normal(random));
@@ -123,7 +66,7 @@ struct Case {
         const bool boolean = call.mask.kind == MaskKind::boolean;
         const Dtype dtype = boolean ? Dtype::float64 : Dtype(int(call.mask.kind) - int(MaskKind::float16));
         const std::vector<int64_t> shape = {call.batch, call.groups, call.shared, call.queries, call.keys};
-        mask = Array(random, shape, boolean ? 1 : bytes_of(dtype), true);
+        mask = Array(random, shape, boolean ? 1 : bytes_of(dtype), 0.4);
         const double visible = double(pick(random, {0, 50, 90, 100})) / 100.0;
         std::normal_distribution<> normal;
         mask.each([&](int64_t at, const std::vector<int64_t>&) {

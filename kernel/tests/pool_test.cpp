@@ -1,99 +1,21 @@
 // Proves what pool.h promises; exits with 0 if everything holds. `pool_test latency` prints timings instead.
-#include "../pool.h"
-
 #include <fenv.h>
 #include <pthread.h>
 #include <signal.h>
-#include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
-#include <algorithm>
-#include <atomic>
-#include <chrono>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
-#include <thread>
-#include <vector>
 
-#include "../kernel.h"
+#include "pool_bodies.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
-// ThreadSanitizer does not support new threads in a forked child.
-#if defined(__SANITIZE_THREAD__)
-constexpr bool can_fork = false;
-#elif defined(__has_feature)
-#if __has_feature(thread_sanitizer)
-constexpr bool can_fork = false;
-#else
-constexpr bool can_fork = true;
-#endif
-#else
-constexpr bool can_fork = true;
-#endif
-
 namespace {
-
-using sqrtdk::pool_size;
-using sqrtdk::run_on_pool;
-using Clock = std::chrono::steady_clock;
-
-std::atomic<int> failures{0};
-
-#define EXPECT(condition)                                                                \
-    do {                                                                                 \
-        if (!(condition)) {                                                              \
-            std::fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition); \
-            ++failures;                                                                  \
-        }                                                                                \
-    } while (false)
-
-double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
-
-// The shape of every body in the kernel: items from a counter, each result written by whoever took the item.
-struct Work {
-    explicit Work(int items) : results(static_cast<size_t>(items), 0) {}
-    std::atomic<int> next{0};
-    std::atomic<int> helpers{0};
-    std::vector<int> results;
-    bool complete() const {
-        for (size_t i = 0; i < results.size(); ++i)
-            if (results[i] != static_cast<int>(i) + 1) return false;
-        return true;
-    }
-};
-
-void do_work(void* context, int worker) {
-    Work& work = *static_cast<Work*>(context);
-    if (worker > 0) ++work.helpers;
-    const int items = static_cast<int>(work.results.size());
-    for (int i = work.next++; i < items; i = work.next++) work.results[static_cast<size_t>(i)] += i + 1;
-}
-
-bool computes(int threads, int items = 100) {
-    Work work(items);
-    return run_on_pool(threads, do_work, &work) && work.complete();
-}
-
-// Stays until `wanted` workers are inside, or time is over: shows that they are threads of their own.
-struct Meeting {
-    int wanted;
-    std::atomic<int> inside{0};
-    std::atomic<int> numbers[256] = {};
-};
-
-void meet(void* context, int worker) {
-    Meeting& meeting = *static_cast<Meeting*>(context);
-    ++meeting.numbers[worker];
-    ++meeting.inside;
-    const Clock::time_point start = Clock::now();
-    while (meeting.inside < meeting.wanted && seconds_since(start) < 10) std::this_thread::yield();
-}
 
 void test_every_thread_runs() {
     for (int threads : {1, 2, 3, 7, 16}) {
@@ -310,120 +232,6 @@ void test_idle_pool_sleeps() {
     EXPECT(used < 0.02);
 }
 
-// ---- Fork and exit ----
-
-// The child's exit code, or -1 if a signal (the alarm, when it hangs) ended it.
-int wait_for(pid_t child) {
-    int status = 0;
-    if (child < 0 || waitpid(child, &status, 0) != child) return -1;
-    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-}
-
-void check_in_child() {
-    alarm(20);
-    const bool empty = pool_size() == 0;
-    Meeting meeting{3};
-    const bool ran = run_on_pool(3, meet, &meeting) && meeting.inside == 3 && pool_size() == 2;
-    _exit(empty && ran && computes(4) ? 0 : 1);
-}
-
-void test_fork_of_an_idle_pool() {
-    EXPECT(computes(3));
-    for (int i = 0; i < 20; ++i) {
-        const pid_t child = fork();
-        if (child == 0) {
-            if (i % 2 == 0) check_in_child();
-            alarm(20);
-            const pid_t grandchild = computes(2) ? fork() : -1;
-            if (grandchild == 0) check_in_child();
-            _exit(wait_for(grandchild) == 0 ? 0 : 1);
-        }
-        EXPECT(wait_for(child) == 0);
-    }
-    EXPECT(computes(3));
-}
-
-void test_fork_during_calls_of_others() {
-    std::atomic<bool> stop{false};
-    std::atomic<int> wrong{0};
-    std::vector<std::thread> callers;
-    for (int c = 0; c < 3; ++c)
-        callers.emplace_back([&] {
-            // One piece of work again and again: AddressSanitizer's allocator is not safe to fork while it is in use.
-            Work work(2000);
-            while (!stop) {
-                work.next = 0;
-                std::fill(work.results.begin(), work.results.end(), 0);
-                if (!run_on_pool(3, do_work, &work) || !work.complete()) ++wrong;
-            }
-        });
-    for (int i = 0; i < 50; ++i) {
-        const pid_t child = fork();
-        if (child == 0) check_in_child();
-        EXPECT(wait_for(child) == 0);
-    }
-    stop = true;
-    for (std::thread& caller : callers) caller.join();
-    EXPECT(wrong == 0);
-}
-
-void test_fork_inside_a_call() {
-    // A Python signal handler that forks runs inside the interrupt check of worker 0.
-    struct Context {
-        Work work{4000};
-        Meeting meeting{3};
-        std::atomic<pid_t> child{-1};
-    };
-    for (int i = 0; i < 20; ++i) {
-        Context context;
-        const bool done = run_on_pool(
-            3,
-            [](void* c, int worker) {
-                Context& own = *static_cast<Context*>(c);
-                meet(&own.meeting, worker);
-                if (worker == 0) own.child = fork();
-                do_work(&own.work, worker);
-            },
-            &context);
-        const bool complete = done && context.work.complete();
-        if (context.child == 0) {
-            if (!complete) _exit(2);
-            check_in_child();
-        }
-        EXPECT(complete);
-        EXPECT(wait_for(context.child) == 0);
-    }
-    EXPECT(computes(3));
-}
-
-// A program of its own: leaves main while a call that never ends is running.
-int exit_during_a_call() {
-    alarm(20);
-    static Meeting meeting{3};
-    std::thread([] {
-        run_on_pool(
-            3,
-            [](void*, int worker) {
-                meet(&meeting, worker);
-                for (;;) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-            },
-            nullptr);
-    }).detach();
-    while (meeting.inside < 3) std::this_thread::yield();
-    return 7;
-}
-
-void test_exit_during_a_call(const char* program) {
-    for (int i = 0; i < 5; ++i) {
-        const pid_t child = fork();
-        if (child == 0) {
-            execl(program, program, "exit", static_cast<char*>(nullptr));
-            _exit(1);
-        }
-        EXPECT(wait_for(child) == 7);
-    }
-}
-
 // ---- Timings ----
 
 void print_latency() {
@@ -492,7 +300,6 @@ int main(int count, char** arguments) {
         print_latency();
         return 0;
     }
-    if (count > 1 && std::strcmp(arguments[1], "exit") == 0) return exit_during_a_call();
     test_every_thread_runs();
     test_late_worker_is_let_off();
     test_busy_pool_is_not_shared();
@@ -503,16 +310,10 @@ int main(int count, char** arguments) {
     test_signals_are_the_callers();
     test_concurrent_calls();
     test_many_calls();
-    if (can_fork) {
-        test_fork_of_an_idle_pool();
-        test_fork_during_calls_of_others();
-        test_fork_inside_a_call();
-    }
-    test_exit_during_a_call(arguments[0]);
     test_sizes();
     test_a_team_runs_the_body();
     test_idle_pool_sleeps();
     if (failures != 0) return 1;
-    std::printf("pool: everything holds%s\n", can_fork ? "" : " (fork not tested under this sanitizer)");
+    std::printf("pool: everything holds\n");
     return 0;
 }

@@ -1,5 +1,5 @@
-// Every operation of one simd_<level>.h against scalar code, on random and special numbers. Compiled once per level
-// with the level's own flags and -ffp-contract=off; the flags tell which level is meant.
+// Every operation of one level's header in simd/ against scalar code, on random and special numbers. Compiled once per
+// level with the level's own flags and -ffp-contract=off.
 // Exits with 0 if everything holds, or if this machine cannot run the level (and says so).
 #include <cmath>
 #include <cstdint>
@@ -7,28 +7,11 @@
 #include <cstring>
 #include <limits>
 #include <random>
+#include <type_traits>
 #include <vector>
 
-#if defined(SQRTDK_LEVEL)
-#elif defined(__AVX512BF16__)
-#define SQRTDK_LEVEL avx512_bf16
-#elif defined(__AVX512F__)
-#define SQRTDK_LEVEL avx512
-#elif defined(__AVX2__)
-#define SQRTDK_LEVEL avx2
-#else
-#define SQRTDK_LEVEL portable
-#endif
-
-#define QUOTED_(path) #path
-#define QUOTED(path) QUOTED_(path)
-// clang-format off: it would put a blank into the path
-#define HEADER_(level) ../simd_##level.h
-// clang-format on
-#define HEADER(level) HEADER_(level)
-#include QUOTED(HEADER(SQRTDK_LEVEL))
-
-#include "../arena.h"
+#include "rows/arena.h"
+#include "simd/level.h"
 
 namespace {
 
@@ -37,19 +20,8 @@ using sqrtdk::SQRTDK_LEVEL::Simd;
 int failures = 0;
 
 template <class T>
-struct BitsOf;
-template <>
-struct BitsOf<float> {
-    using type = uint32_t;
-};
-template <>
-struct BitsOf<double> {
-    using type = uint64_t;
-};
-
-template <class T>
-typename BitsOf<T>::type bits_of(T x) {
-    typename BitsOf<T>::type bits;
+auto bits_of(T x) {
+    std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t> bits;
     std::memcpy(&bits, &x, sizeof x);
     return bits;
 }
@@ -284,12 +256,29 @@ void check_bytes() {
     }
 }
 
+// Arrays lie where they were counted. A layout that asks for more when they are handed out, or for more than a size can
+// be, is refused.
 void check_arena() {
-    sqrtdk::SQRTDK_LEVEL::Arena arena(3 * 64);
-    float* first = arena.take<float>(17);  // two lines of 64 bytes
-    const bool whole = first != nullptr && arena.take<double>(8) != nullptr && arena.take<char>(0) && arena.ok();
-    const bool beyond = arena.take<char>(1) != nullptr || arena.ok();
-    if (whole && !beyond) return;
+    using sqrtdk::SQRTDK_LEVEL::Arena;
+    float* first;
+    double* second;
+    char* last;
+    const Arena whole([&](Arena& arena) {
+        arena.take(first, 17);  // two lines of 64 bytes
+        arena.take(second, 2, 4);
+        arena.take(last, 0);
+    });
+    const bool fits = whole.ok() && reinterpret_cast<char*>(second) == reinterpret_cast<char*>(first) + 128 &&
+                      last == reinterpret_cast<char*>(second) + 64;
+    int64_t rounds = 0;
+    const Arena growing([&](Arena& arena) { arena.take(first, ++rounds, 17); });
+    const bool grows = growing.ok() || first != nullptr;
+    const Arena product([&](Arena& arena) { arena.take(second, int64_t(1) << 32, int64_t(1) << 32); });
+    const Arena bytes([&](Arena& arena) { arena.take(second, int64_t(1) << 61); });
+    const Arena sum([&](Arena& arena) {
+        for (int i = 0; i < 3; ++i) arena.take(last, INT64_MAX - 200);
+    });
+    if (fits && !grows && !product.ok() && !bytes.ok() && !sum.ok()) return;
     ++failures;
     std::fprintf(stderr, "an arena does not know its end\n");
 }
@@ -384,7 +373,7 @@ bool runs_here() {
 }  // namespace
 
 int main() {
-    const char* level = QUOTED(SQRTDK_LEVEL);
+    const char* level = SQRTDK_QUOTE(SQRTDK_LEVEL);
     if (!runs_here()) {
         std::printf("simd %s: compiled, this machine cannot run it\n", level);
         return 0;

@@ -1,6 +1,6 @@
 """`python -m sqrtdk` is the command `sqrtdk`."""
 
-from sqrtdk.cli import main
+from sqrtdk.commands.cli import main
 
 if __name__ == "__main__":
     main()

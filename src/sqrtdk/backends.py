@@ -1,4 +1,4 @@
-"""Which implementations of attention are here: list, inspect, force them; the only reader of environment variables.
+"""Implementations of attention: list, inspect and force them; the only reader of environment variables.
 
 A backend is a CPU level of the compiled kernel (`avx512_bf16`, `avx512`, `avx2`, `portable`) or `reference`, the
 float64 NumPy operation that is always there. The best one that runs here is used unless `SQRTDK_BACKEND` or `use` names
@@ -9,19 +9,19 @@ import.
 from __future__ import annotations
 
 import builtins
-import math
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, NamedTuple
 
-from sqrtdk.call import FIELDS
+from sqrtdk import checks
 from sqrtdk.errors import InvalidTypeError, InvalidValueError, unknown_name, warn
+from sqrtdk.operation.call import FIELDS
+from sqrtdk.operation.cpus import count_cpus
 from sqrtdk.statistics import ROW_FIELDS
 
 __all__ = ["REFERENCE", "Backend", "current", "inspect", "list", "threads", "use", "use_threads"]
@@ -40,7 +40,7 @@ _ABOUT = {
 
 @dataclass(frozen=True)
 class Backend:
-    """One implementation: its name, whether it runs on this machine, why not if it does not, and what it is."""
+    """One implementation: name, whether it runs on this machine, the reason if it does not, and a description."""
 
     name: str
     runs_here: bool
@@ -49,8 +49,8 @@ class Backend:
 
 
 class Plan(NamedTuple):
-    """What a call of attention needs to know: the kernel's passes (None: the reference), its level, its threads, and
-    whether somebody asked for this backend by name."""
+    """Settings of a call: the kernel's passes (None: the reference), its level, its threads, and whether the user asked
+    for this backend by name."""
 
     forward: Callable[..., bool] | None
     backward: Callable[..., bool] | None
@@ -60,8 +60,8 @@ class Plan(NamedTuple):
 
 
 class _Choice:
-    """What the user asked for, and the plan made of it. Another choice is another object: a plan that one thread makes
-    of an old choice while another thread chooses anew is kept with the old one, and never used again."""
+    """The user's choice and its plan. A new choice is a new object: a plan that one thread makes from an old choice,
+    while another thread chooses, stays with the old choice and is never used again."""
 
     __slots__ = ("backend", "plan", "threads")
 
@@ -76,7 +76,7 @@ _warned = False
 
 
 def list() -> builtins.list[Backend]:
-    """Every backend, best first.
+    """Return every backend, best first.
 
     >>> [backend.name for backend in list()]
     ['avx512_bf16', 'avx512', 'avx2', 'portable', 'reference']
@@ -98,7 +98,7 @@ def list() -> builtins.list[Backend]:
 
 
 def inspect(name: str) -> Backend:
-    """One backend by its name; an unknown name raises and lists the known ones.
+    """Return a backend by its name; an unknown name raises and lists the known ones.
 
     >>> inspect("reference").runs_here
     True
@@ -110,7 +110,7 @@ def inspect(name: str) -> Backend:
 
 
 def current() -> str:
-    """The name of the backend that `sqrtdk.attention` uses now.
+    """Return the name of the backend that `sqrtdk.attention` uses now.
 
     >>> with use("reference"):
     ...     current()
@@ -120,10 +120,10 @@ def current() -> str:
 
 
 def threads() -> int:
-    """How many threads a call of the kernel may use; results do not depend on it.
+    """Return how many threads a call of the kernel may use; results do not depend on it.
 
-    The number given to `use_threads`; else OMP_NUM_THREADS; else the CPUs this process may run on, by its affinity and
-    its cgroup's quota.
+    It is the number given to `use_threads`, else OMP_NUM_THREADS, else the number of CPUs that this process may use, by
+    its affinity and its cgroup's quota.
     """
     return plan().threads
 
@@ -152,17 +152,13 @@ def use_threads(count: int | None) -> AbstractContextManager[None]:
     ...     threads()
     1
     """
-    if count is not None:
-        if isinstance(count, bool) or not isinstance(count, int):
-            raise InvalidTypeError("count", f"must be an integer, got {count!r}")
-        if not 1 <= count <= MAX_THREADS:
-            raise InvalidValueError("count", f"must lie between 1 and {MAX_THREADS}, got {count}")
+    count = None if count is None else checks.integer("count", count, 1, MAX_THREADS)
     before = _choose(threads=count).threads
     return _Restoring(lambda: _choose(threads=before))
 
 
 def _choose(**asked: Any) -> _Choice:
-    """Make another choice, what is not named as before, and give the former one."""
+    """Change the named parts of the choice and return the former choice."""
     global _choice
     with _choosing:
         before = _choice
@@ -171,7 +167,7 @@ def _choose(**asked: Any) -> _Choice:
 
 
 def plan() -> Plan:
-    """The backend and threads of the next call; worked out once, and again after `use` or `use_threads`."""
+    """Return the backend and threads of the next call; computed once, and again after `use` or `use_threads`."""
     choice = _choice
     made = choice.plan
     if made is None:
@@ -180,10 +176,10 @@ def plan() -> Plan:
 
 
 def warn_without_kernel() -> None:
-    """Say once per process that attention runs in NumPy although nobody asked for it.
+    """Warn once per process that attention runs in NumPy because the kernel is missing.
 
-    A `SqrtdkWarning` at the first call. Choosing the reference (`use("reference")`, `SQRTDK_BACKEND=reference`) is
-    asking for it: nothing is said then, and a program that turns warnings into errors runs.
+    The first call gives a `SqrtdkWarning`. A user who chooses the reference (`use("reference")`,
+    `SQRTDK_BACKEND=reference`) gets no warning, so programs that turn warnings into errors run.
     """
     global _warned
     if _warned or _choice.backend is not None or os.environ.get("SQRTDK_BACKEND"):
@@ -198,7 +194,7 @@ def warn_without_kernel() -> None:
 
 
 class _Restoring:
-    """The value of `use`: nothing to do at the start of a `with` block, the former choice at its end."""
+    """Context manager that `use` returns: restores the former choice at the end of a `with` block."""
 
     def __init__(self, restore: Callable[[], object]) -> None:
         self._restore = restore
@@ -238,15 +234,15 @@ def _require_running(argument: str, name: Any) -> None:
 
 
 def _load_kernel() -> tuple[ModuleType | None, str | None]:
-    """The compiled kernel, or why it is not there."""
+    """Return the compiled kernel and None, or None and the reason why it is missing."""
     try:
         kernel = import_module("sqrtdk._kernel")
     except ImportError as error:
-        # Not built is how it was installed; built and not loadable is a fault, and its own words say which.
+        # Some installations have no kernel; a kernel that cannot be loaded is a fault, which its error names.
         if isinstance(error, ModuleNotFoundError) and error.name == "sqrtdk._kernel":
             return None, "it was not compiled at installation"
         return None, f"it cannot be loaded: {error}"
-    # Arguments and statistics cross by their place: another order would be other numbers.
+    # Arguments and statistics are passed by position: another order would give wrong numbers.
     if (tuple(FIELDS), ROW_FIELDS) != (kernel.CALL_FIELDS, kernel.ROW_FIELDS):
         return None, "it was compiled from other sources: its fields of a call or statistics of a row are not these"
     return kernel, None
@@ -259,61 +255,12 @@ def _default_threads() -> int:
     return min(count_cpus(), MAX_THREADS)
 
 
-def count_cpus() -> int:
-    """The CPUs this process may use, at least 1: by its affinity and its cgroup's quota.
-
-    >>> 1 <= count_cpus() <= os.cpu_count()
-    True
-    """
-    affinity = getattr(os, "sched_getaffinity", None)
-    available = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-    quota = read_cgroup_quota()
-    return max(1, available if quota is None else min(available, math.ceil(quota)))
-
-
 def is_openmp_stack_default() -> bool:
-    """Whether threads of OpenMP have the system's stack: on a smaller one the kernel's tiles might not fit."""
+    """Return whether OpenMP threads have the system's stack size; the kernel's tiles might not fit on a smaller one."""
     return not any(os.environ.get(name) for name in ("OMP_STACKSIZE", "GOMP_STACKSIZE", "KMP_STACKSIZE"))
 
 
 def _first_number(text: str) -> int | None:
-    # OpenMP allows a list, one number per nesting level; what it would not understand is ignored, as OpenMP does.
+    # OpenMP allows a list, one number per nesting level; other text is ignored, as OpenMP ignores it.
     first = text.split(",")[0].strip()
     return int(first) if first.isdecimal() and int(first) > 0 else None
-
-
-def read_cgroup_quota(
-    root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
-) -> float | None:
-    """CPUs that this process's control groups (v2 or v1, the parents' too) allow it; None without a limit."""
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return None
-    quotas = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        mount = root if not controllers else root / controllers
-        quotas += [quota for group in _with_parents(mount, path) if (quota := _read_quota(group)) is not None]
-    return min(quotas, default=None)
-
-
-def _with_parents(mount: Path, path: str) -> Iterator[Path]:
-    # Inside a container the path may name a group of the host; then only the mount itself is there to read.
-    parts = [part for part in path.split("/") if part and part != ".."]
-    for depth in range(len(parts) + 1):
-        yield mount.joinpath(*parts[:depth])
-
-
-def _read_quota(group: Path) -> float | None:
-    try:
-        if (group / "cpu.max").exists():
-            quota, period = (group / "cpu.max").read_text().split()
-        else:
-            quota = (group / "cpu.cfs_quota_us").read_text().strip()
-            period = (group / "cpu.cfs_period_us").read_text().strip()
-        return None if quota in ("max", "-1") else int(quota) / int(period)
-    except (OSError, ValueError, ZeroDivisionError):
-        return None

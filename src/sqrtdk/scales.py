@@ -1,4 +1,4 @@
-"""Scaling policies: what multiplies q·k, each with its formula and its source, and the registry of their names.
+"""Scaling policies, which multiply q·k, each with formula and source, and the registry of their names.
 
 A policy is an optional `prepare(q, k)` (normalise before the product) and a `factor(context)` (the number,
 or one number per head and query, that multiplies the product). `scale` multiplies; a temperature divides.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -26,12 +27,12 @@ __all__ = [
     "Llama4",
     "LogN",
     "Mup",
+    "NoScaling",
     "Policy",
     "QKNorm",
     "ScaleContext",
     "Sqrt",
     "Temperature",
-    "Unscaled",
     "Yarn",
     "get",
     "names",
@@ -44,15 +45,24 @@ Array = npt.NDArray[Any]
 Factor = float | Array
 
 
+def default_factor(d_k: int) -> float:
+    """Return 1/√dₖ, the default scale, without a context, whose creation would take as long as all checks."""
+    return 1.0 / math.sqrt(d_k)
+
+
+# Cached for calls of microseconds. A tracer calls the function itself.
+known_default_factor = lru_cache(maxsize=1024)(default_factor)
+
+
 @dataclass(frozen=True)
 class ScaleContext:
-    """What a policy may know about a call.
+    """Properties of a call that a policy may use.
 
     Args:
         d_k: length of a query or key vector.
         positions: absolute position of each query, integers `[L]`.
-        count_visible: gives how many keys each query sees, integers that broadcast to `[..., H, L]`;
-            called only by policies that ask, as counting under a mask costs a pass over the mask.
+        count_visible: returns the number of keys that each query sees, integers that broadcast to `[..., H, L]`. It
+            is called only by policies that need it, because counting under a mask costs a pass over the mask.
     """
 
     d_k: int
@@ -67,26 +77,26 @@ class ScaleContext:
 
 @dataclass(frozen=True)
 class Policy:
-    """Base of all policies: no preparation, a factor to define, and the words for tables and docs."""
+    """Base class of all policies, with a factor to define, no preparation, and texts for tables and docs."""
 
     name: ClassVar[str] = ""
     formula: ClassVar[str] = ""
     source: ClassVar[str] = ""
     takes_tensors: ClassVar[bool] = False
-    """Whether `factor` computes on torch tensors as well; else tensors are brought to NumPy for it."""
+    """Whether `factor` takes torch tensors. Otherwise tensors are converted to NumPy for it."""
 
     def factor(self, context: ScaleContext) -> Factor:
-        """The multiplier of q·k: a number, or an array that broadcasts to `[..., H, L]`."""
+        """Return the multiplier of q·k: a number, or an array that broadcasts to `[..., H, L]`."""
         raise TypeError(f"{type(self).__name__} must define factor(context)")
 
     def prepare(self, q: Any, k: Any) -> tuple[Any, Any]:
-        """What enters the product in place of q and k (arrays or tensors `[..., L, D]`)."""
+        """Return the arrays or tensors `[..., L, D]` that enter the product in place of q and k."""
         return q, k
 
     def pull_back(self, q: Array, k: Array, grad_q: Array, grad_k: Array) -> tuple[Array, Array]:
-        """Gradients at the prepared q and k, carried back to the q and k that were given.
+        """Return the gradients of the given q and k from those of the prepared q and k.
 
-        A policy that defines `prepare` must define this too; without it its gradients would be silently wrong.
+        A policy that defines `prepare` must define this as well. Otherwise its gradients would be wrong.
         """
         if type(self).prepare is not Policy.prepare:
             raise InvalidTypeError(f"{type(self).__name__} defines prepare and must define pull_back to have gradients")
@@ -99,7 +109,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Learnable:
-    """A scale with parameters to train, in words: the module itself is `sqrtdk.torch.nn.<module>`, for tensors."""
+    """Description of a scale with trainable parameters. The module itself is `sqrtdk.torch.nn.<module>`."""
 
     name: str
     module: str
@@ -117,13 +127,13 @@ LEARNABLE = {
         Learnable("qk_norm", "QKNorm", "eˢ/√dₖ·(q/rms(q))·(k/rms(k))", "Henry et al. 2020 (Query-Key Normalization)"),
     )
 }
-"""The scales that learn, by name: all parameters are 0 at the start, where e⁰ = 1 leaves the default."""
+"""Scales that learn, by name. All parameters start at 0, which gives the default scale."""
 
 _registry: dict[str, type[Policy]] = {}
 
 
 def register(policy: type[Policy]) -> type[Policy]:
-    """Make a policy known by its name; a name can be taken once.
+    """Register a policy under its name, which must be new, and return the policy.
 
     >>> "sqrt" in names()
     True
@@ -137,7 +147,7 @@ def register(policy: type[Policy]) -> type[Policy]:
 
 
 def names() -> list[str]:
-    """The registered names, in the order of registration.
+    """Return the registered names in the order of registration.
 
     >>> names()[:3]
     ['none', 'sqrt', 'inverse']
@@ -146,7 +156,7 @@ def names() -> list[str]:
 
 
 def policy_type(name: str) -> type[Policy]:
-    """The class behind a name: its formula, its source and its parameters.
+    """Return the class registered under a name, with formula, source and parameters.
 
     >>> policy_type("inverse").formula
     '1/dₖ'
@@ -162,7 +172,7 @@ def policy_type(name: str) -> type[Policy]:
 
 
 def get(name: str, *args: Any, **kwargs: Any) -> Policy:
-    """Make a policy from its name and parameters; the text may carry the first parameter: ``"fixed:10"``.
+    """Return a policy by name and parameters. The text may include the first parameter: ``"fixed:10"``.
 
     >>> get("fixed", 10) == get("fixed:10")
     True
@@ -187,7 +197,7 @@ def get(name: str, *args: Any, **kwargs: Any) -> Policy:
 
 
 def resolve(scale: str | Policy | None) -> Policy:
-    """Turn what a user may write for a policy (None, a name, an object) into the object.
+    """Return the policy for None (the default), a name, or a policy object.
 
     >>> resolve(None)
     Sqrt()
@@ -212,7 +222,7 @@ def _require_finite(name: str, value: Factor, *, positive: bool = False) -> None
 
 
 def _as_floats(x: Any) -> Any:
-    """Integers, in an array or a tensor, as float64 (float32 on a device without it)."""
+    """Return integers of an array or a tensor as float64 (float32 on a device without it)."""
     if namespace_of(x) is np:
         return np.asarray(x, dtype=np.float64)
     return x.float() if x.device.type == "mps" else x.double()
@@ -224,8 +234,8 @@ def _require_positive(name: str, value: Factor) -> None:
 
 @register
 @dataclass(frozen=True)
-class Unscaled(Policy):
-    """No scaling: q·k goes into the softmax as it is."""
+class NoScaling(Policy):
+    """No scaling: softmax receives q·k as it is."""
 
     name = "none"
     formula = "1"
@@ -245,13 +255,13 @@ class Sqrt(Policy):
     source = "Vaswani et al. 2017, eq. 1"
 
     def factor(self, context: ScaleContext) -> Factor:
-        return 1.0 / math.sqrt(context.d_k)
+        return default_factor(context.d_k)
 
 
 @register
 @dataclass(frozen=True)
 class Inverse(Policy):
-    """1/dₖ: keeps q·k of *correlated* q and k at order one (muP); for independent ones the variance is 1/dₖ."""
+    """1/dₖ: keeps q·k of *correlated* q and k at order one (muP). For independent q and k the variance is 1/dₖ."""
 
     name = "inverse"
     formula = "1/dₖ"
@@ -264,7 +274,7 @@ class Inverse(Policy):
 @register
 @dataclass(frozen=True)
 class Fixed(Policy):
-    """A constant divisor that does not know dₖ."""
+    """A constant divisor that does not depend on dₖ."""
 
     divisor: float
     name = "fixed"
@@ -281,10 +291,10 @@ class Fixed(Policy):
 @register
 @dataclass(frozen=True, eq=False)
 class Temperature(Policy):
-    """A temperature τ in units of √dₖ: τ < 1 is sharper than the default, τ > 1 softer, τ = 1 is the default.
+    """A temperature relative to the default √dₖ: t < 1 is sharper, t > 1 is softer, t = 1 is the default.
 
     Args:
-        relative: τ/√dₖ, a number or an array that broadcasts to `[..., H, L]` (one per head or per query).
+        relative: t = τ/√dₖ, a number or an array that broadcasts to `[..., H, L]` (one per head or per query).
     """
 
     relative: Factor = 1.0
@@ -324,7 +334,7 @@ class LogN(Policy):
     """s·(ln n)^power/√dₖ with n the visible keys: sharper as the context grows.
 
     For Gaussian logits `power=0.5` holds the saturation index ρ, and with it the entropy ratio, at every n. `power=1`
-    makes ρ grow like √(ln n): with s = 1, what the bare name means, rows of unit-variance q and k are past ρ = 1 from
+    makes ρ grow like √(ln n): with s = 1, which the bare name means, rows of unit-variance q and k are past ρ = 1 from
     n > e² on and keep two to three effective keys at every length. The paper learns s per layer and head (0.43 in its
     Figure 1): choose it by ``"log_n:0.43"``, or ``LogN(s=1 / ln n₀)`` for 1/√dₖ at n₀ keys. A row that sees one key or
     none gets the factor 0; without sinks its weights do not depend on it.
@@ -385,7 +395,7 @@ class Llama4(Policy):
         _require_positive("beta", self.beta)
 
     def factor(self, context: ScaleContext) -> Factor:
-        # A query before the first key (a negative position) is as early as can be.
+        # A query before the first key has a negative position, which counts as 0 keys.
         positions = _as_floats(context.positions)
         xp = namespace_of(positions)
         steps = xp.floor((positions + 1.0).clip(0.0) / self.floor)
@@ -403,8 +413,9 @@ class _Normalised(Policy):
         return self._normalise(q)[0], self._normalise(k)[0]
 
     def _normalise(self, x: Any) -> tuple[Any, Any, Any]:
-        """x divided by its size; the size of x where it is ordinary, of x·2⁻ⁿ where the squares of x would overflow;
-        and where they would. Powers of two: nothing is rounded on the way."""
+        """Return x divided by its size, the size, and the factor that shrank x where its squares would overflow.
+
+        The factor is a power of two, so that nothing is rounded."""
         xp = namespace_of(x)
         largest, shrink = (2.0**500, 2.0**-600) if x.dtype == xp.float64 else (2.0**56, 2.0**-70)
         huge = xp.amax(abs(x), axis=-1, keepdims=True) > largest

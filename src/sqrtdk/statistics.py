@@ -1,16 +1,19 @@
-"""What each number about a row of attention means: the fields, what is derived from them, their means."""
+"""Statistics of attention rows: the measured fields, the numbers derived from them, and their means."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from sqrtdk.display import Shown, Table
-from sqrtdk.errors import InvalidTypeError, InvalidValueError, unknown_name
+from sqrtdk import checks
+from sqrtdk.errors import InvalidValueError, unknown_name
+from sqrtdk.show.table import Shown, Table, count
 from sqrtdk.theory.softmax import namespace_of, saturation_index
+from sqrtdk.wording.numbers import write_number
 
 __all__ = ["ROW_FIELDS", "ROW_STATISTICS", "AttentionStatistics", "Sample"]
 
@@ -19,14 +22,14 @@ Counts = npt.NDArray[np.int64]
 
 
 class Sample(NamedTuple):
-    """Which rows were looked at: indices of queries `[n]`, int64 and ascending, out of `rows` per head."""
+    """Rows of a sample: indices of queries `[n]`, int64 and ascending, out of `rows` per head."""
 
     positions: Array
     rows: int
 
 
 def _array(value: Any) -> Array:
-    # Tensors pass under the type of arrays: what is done with them here, both can.
+    # Tensors pass under the type of arrays: this module uses only operations that both have.
     return cast(Array, value)
 
 
@@ -35,7 +38,7 @@ def _on_host(tensor: Any, dtype: npt.DTypeLike) -> Array:
 
 
 def same_bits(one: Any, two: Any) -> bool:
-    """Whether two arrays, or two tensors on one device, are the same to the bit; any NaN is the same as any other."""
+    """Return whether two arrays, or tensors on one device, are the same to the bit; every NaN equals every other."""
     xp = namespace_of(one)
     if xp is not namespace_of(two) or one.dtype != two.dtype or one.shape != two.shape:
         return False
@@ -46,13 +49,11 @@ def same_bits(one: Any, two: Any) -> bool:
 
 
 def _axes(axis: int | tuple[int, ...] | None, rank: int) -> tuple[int, ...]:
-    """The axes that are meant, in NumPy's way of saying it."""
+    """Return the axes as numbers from 0 on, from an axis argument as NumPy's."""
     if axis is None:
         return tuple(range(rank))
-    axes = axis if isinstance(axis, tuple) else (axis,)
-    for at in axes:
-        if isinstance(at, bool) or not hasattr(at, "__index__"):
-            raise InvalidTypeError("axis", f"must be an integer, a tuple of integers or None, got {axis!r}")
+    kind = "an integer, a tuple of integers or None"
+    axes = [checks.integer("axis", at, kind=kind) for at in (axis if isinstance(axis, tuple) else (axis,))]
     places = tuple(at + rank if at < 0 else at for at in axes)
     if any(not 0 <= at < rank for at in places) or len(set(places)) < len(places):
         raise InvalidValueError("axis", f"must name different axes from {-rank} to {rank - 1}, got {axis!r}")
@@ -77,9 +78,9 @@ class AttentionStatistics(Shown):
     largest. So 1 − Σp² and the Jacobian's norm keep their relative accuracy when the row is one-hot but for 1e-20,
     where 1 − Σp² taken from a rounded Σp² would be 0.
 
-    `sample` tells which queries the rows are, if only some were looked at; None if the rows are all there are.
-    `first_position` is the position of the first query among the keys, so that `max_key − positions` tells how far back
-    a row looks; None where queries and keys have no common positions, as in cross-attention.
+    `sample` says which queries the rows are if they are a sample; it is None if the rows are complete.
+    `first_position` is the position of the first query among the keys, so `max_key − positions` is the offset that
+    a row attends to; None if queries and keys have no common positions, as in cross-attention.
 
     Two are equal if they are of one kind (arrays, or tensors on one device) and all fields are the same to the bit, NaN
     equal to NaN; like arrays they have no hash.
@@ -111,9 +112,9 @@ class AttentionStatistics(Shown):
     def from_blocks(
         cls, counts: Array, measures: Array, *, sample: Sample | None = None, first_position: int | None = None
     ) -> AttentionStatistics:
-        """The fields in the order above as views of two blocks: integers (`COUNTS`), then float64 (`MEASURES`).
+        """Return statistics whose fields, in the order above, are views of two blocks: `COUNTS`, then `MEASURES`.
 
-        A view is made when it is first asked for: thirteen of them would cost as much as a small call of the kernel.
+        A view is made at its first access: thirteen of them would cost as much as a small call of the kernel.
         """
         rows = cls.__new__(cls)
         state = rows.__dict__
@@ -149,10 +150,10 @@ class AttentionStatistics(Shown):
     __hash__ = None  # type: ignore[assignment]
 
     def mean(self, name: str, axis: int | tuple[int, ...] | None = None) -> Array:
-        """The mean of a row statistic over the rows that have one, e.g. `statistics.mean("entropy_ratio")`.
+        """Return the mean of a row statistic over the rows that have one, e.g. `statistics.mean("entropy_ratio")`.
 
-        Left out are rows whose value is NaN or infinite (with a causal mask the first row sees one key and has no
-        entropy ratio) and, but for `visible_keys`, rows that see nothing: as in a `HeadSummary`.
+        Rows whose value is NaN or infinite are left out (with a causal mask the first row sees one key and has no
+        entropy ratio), and so are rows that see nothing, except for `visible_keys`. A `HeadSummary` does the same.
 
         Args:
             name: a field, or a number derived from the fields.
@@ -178,11 +179,11 @@ class AttentionStatistics(Shown):
         count, total = xp.asarray(counted, dtype=xp.int64), xp.where(counted, values, 0.0)
         if over:  # torch would take no axis for all
             count, total = count.sum(axis=over), total.sum(axis=over)
-        # Indexed by nothing: NumPy's number instead of an array without axes; a tensor stays what it is.
+        # [()] makes NumPy's number of an array without axes; a tensor stays a tensor.
         return _array(xp.where(count > 0, total / xp.clip(count, 1, None), xp.nan)[()])
 
     def _counted(self, name: str) -> tuple[Array, Array]:
-        """The values of a row statistic in the precision of the floats, and which rows have one."""
+        """Return the values of a row statistic in the precision of the floats, and which rows have one."""
         xp = self._namespace
         values = xp.asarray(getattr(self, name), dtype=self.entropy.dtype)
         counted = xp.isfinite(values)
@@ -197,24 +198,32 @@ class AttentionStatistics(Shown):
             title += f", a sample of {self.shape[-1]} of {self.sample.rows} query positions"
         try:
             rows = [self._describe(name) for name in _OVERVIEW]
+            title += self._say_nan()
         except RuntimeError:  # a tensor without numbers: on the device meta, or inside a transform
             return Table(title + ", without numbers", (), [])
         return Table(title, ("", "mean", "least", "largest", "rows counted"), rows, left=1)
 
+    def _say_nan(self) -> str:
+        nan = int((self._namespace.isnan(self.max_logit) & (self.visible_keys > 0)).sum())
+        if not nan:
+            return ""
+        where = f"{nan} of {count(math.prod(self.shape), 'row')}"
+        return f"\nNaN logits in {where}: look for NaN or infinity in q, in a key that the row sees, in the mask"
+
     def _describe(self, name: str) -> tuple[str, ...]:
-        """A line of the overview; of a sample the extremes are bounds."""
+        """Return a line of the overview; the extremes of a sample are bounds."""
         xp = self._namespace
         values, counted = self._counted(name)
         rows = int(counted.sum())
         if not rows:
-            return name, "-", "-", "-", "0"
+            return name, "–", "–", "–", "0"
         below, above = ("", "") if self.sample is None or self.shape[-1] >= self.sample.rows else ("≤ ", "≥ ")
         least, largest = xp.where(counted, values, xp.inf).min(), xp.where(counted, values, -xp.inf).max()
-        mean = float(self.mean(name))
-        return name, f"{mean:.3g}", f"{below}{float(least):.3g}", f"{above}{float(largest):.3g}", str(rows)
+        mean, low, high = (write_number(float(one), 3) for one in (self.mean(name), least, largest))
+        return name, mean, f"{below}{low}", f"{above}{high}", str(rows)
 
     def numpy(self) -> AttentionStatistics:
-        """The same rows as NumPy arrays on the host, without gradients; rows that are NumPy arrays come back as is."""
+        """Return the rows as NumPy arrays on the host, without gradients; NumPy arrays are returned as they are."""
         if namespace_of(self.visible_keys) is np:
             return self
         sample = None if self.sample is None else Sample(_on_host(self.sample.positions, np.int64), self.sample.rows)
@@ -263,7 +272,7 @@ class AttentionStatistics(Shown):
 
     @property
     def effective_keys(self) -> Array:
-        """1/Σp²: how many equal weights would be as concentrated; 0 where nothing is visible."""
+        """1/Σp²: the number of equally weighted keys with the same Σp²; 0 where nothing is visible."""
         xp = self._namespace
         visible = self.visible_keys > 0
         return _array(xp.where(visible, xp.minimum(1.0 / xp.where(visible, self.sum_p2, 1.0), self._keys), 0.0))
@@ -317,7 +326,7 @@ class AttentionStatistics(Shown):
 COUNTS, MEASURES = (
     tuple(item.name for item in fields(AttentionStatistics) if item.type == kind) for kind in ("Counts", "Array")
 )
-"""The fields that hold an integer, and those that hold a number of float64, per row."""
+"""The fields that hold an integer per row, and those that hold a float64 number."""
 
 ROW_FIELDS = (*COUNTS, *MEASURES)
 """The fields that hold a number per row, in the order of the blocks and of kernel.h."""
@@ -335,5 +344,5 @@ ROW_STATISTICS = (
 )
 """Every number of a row: the fields and what is derived from them."""
 
-# What is shown of many rows.
+# The statistics in the printed overview.
 _OVERVIEW = ("entropy_ratio", "saturation_index", "effective_keys", "max_weight", "max_logit", "visible_keys")

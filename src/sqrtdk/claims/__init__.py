@@ -1,4 +1,4 @@
-"""Claims of the four sources as executable checks; each calls the layer that owns its subject."""
+"""Claims of the four sources as executable checks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import get_args
 
-# Importing a module enters its claims.
+# Importing a module registers its claims.
 from sqrtdk.claims import (  # noqa: F401
     gradient_claims,
     learning_claims,
@@ -17,16 +17,16 @@ from sqrtdk.claims import (  # noqa: F401
     softmax_claims,
     variance_claims,
 )
-from sqrtdk.claims.claim import CLAIMS, SOURCES, Claim, Finding, Verdict
+from sqrtdk.claims.claim import CLAIMS, SOURCES, Claim, Verdict, VerdictName
 from sqrtdk.claims.evidence import Evidence
-from sqrtdk.display import count
 from sqrtdk.errors import InvalidValueError, MissingExtraError, missing_extra, unknown_name
-from sqrtdk.records import Record
+from sqrtdk.records.record import Record
+from sqrtdk.show.table import count
 
 __all__ = [
     "Claim",
     "Evidence",
-    "Finding",
+    "Verdict",
     "check_claims",
     "list_claims",
     "name_sources",
@@ -36,7 +36,7 @@ _GROUPS = ("op", "var", "soft", "grad", "scale")
 
 
 def list_claims() -> list[Claim]:
-    """Every claim by subject: operation, variance, softmax, gradients, policies; in each, training comes last.
+    """Return every claim by subject: operation, variance, softmax, gradients, policies. Claims that train come last.
 
     >>> [claim.id for claim in list_claims()][:3]
     ['op.formula', 'op.code', 'op.stable']
@@ -51,33 +51,33 @@ def check_claims(
     training: bool = True,
     on_claim: Callable[[Claim, int, int], None] | None = None,
 ) -> Record:
-    """Compute every claim (or the named ones; a group such as ``soft`` names all of its) and give each a verdict.
+    """Check claims by computation and give each a verdict.
 
     Args:
-        ids: claims or groups to check; None is all of them.
-        evidence: the seed and the experiments to judge by; None is the default `Evidence`.
+        ids: claims, or groups such as ``soft``. None means all claims.
+        evidence: the seed and the training experiments. None means the default `Evidence`.
         training: False leaves out the claims that train models.
-        on_claim: called before each check with the claim, its index and how many there are.
+        on_claim: called before each check with the claim, its index and the number of claims.
 
     Returns:
         A record of kind ``"claims"`` with a table of the same name, and `texts` with the titles of the sources.
 
     Raises:
-        InvalidValueError: an unknown claim, or none left without training.
-        MissingExtraError: a claim needs training and torch is not installed; nothing has been computed then.
+        InvalidValueError: an unknown claim, or no claim is left without training.
+        MissingExtraError: a claim needs training and torch is not installed. This is raised before any computation.
 
     >>> check_claims(["soft.peak"]).tables["claims"][0]["verdict"]
     'wrong'
     """
     evidence = Evidence() if evidence is None else evidence
-    chosen = _choose(ids, training)
+    chosen = choose_claims(ids, training=training)
     rows = []
     for index, claim in enumerate(chosen):
         if on_claim is not None:
             on_claim(claim, index, len(chosen))
         finding = asdict(claim.check(evidence))
         rows.append({"id": claim.id, "source": claim.source, "claimed": claim.claimed, **finding})
-    by_verdict = {name: [row["id"] for row in rows if row["verdict"] == name] for name in get_args(Verdict)}
+    by_verdict = {name: [row["id"] for row in rows if row["verdict"] == name] for name in get_args(VerdictName)}
     named = [f"{name.capitalize()}: {', '.join(ids)}." for name, ids in by_verdict.items() if ids and name != "holds"]
     reading = [_count_verdicts({name: len(ids) for name, ids in by_verdict.items()}), *named, name_sources()]
     spec = {
@@ -91,7 +91,7 @@ def check_claims(
 
 
 def name_sources() -> str:
-    """The four sources by title.
+    """Return the four sources by title.
 
     >>> name_sources()[:17]
     'The sources: S0 “'
@@ -111,12 +111,13 @@ def _count_verdicts(counts: Mapping[str, int]) -> str:
     return f"Of {count(sum(counts.values()), 'claim')} {listed}."
 
 
-def _choose(ids: Sequence[str] | None, training: bool) -> list[Claim]:
+def choose_claims(ids: Sequence[str] | None, *, training: bool = True) -> list[Claim]:
+    """Return the claims of these ids and groups in the order of `list_claims`. `training` includes those that train."""
     listed = list_claims()
     known = [claim.id for claim in listed]
     for name in ids or ():
         if name not in known and name not in _GROUPS:
-            raise unknown_name("claim", name, [*known, *_GROUPS])
+            raise unknown_name("claim", name, [*known, *_GROUPS], "ids", "sqrtdk claims --list")
     named = [claim for claim in listed if ids is None or claim.id in ids or claim.id.split(".")[0] in ids]
     chosen = [claim for claim in named if training or not claim.trains]
     if not chosen:

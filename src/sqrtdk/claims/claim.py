@@ -1,4 +1,4 @@
-"""Claim, finding and verdict; the list of all claims, and what their checks share."""
+"""Claim and verdict, the list of all claims, and helpers for their checks."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ import numpy.typing as npt
 from sqrtdk.claims.evidence import Evidence
 from sqrtdk.exercises.estimates import Estimate, estimate_mean
 
-Verdict = Literal["holds", "wrong", "depends", "undecided"]
+VerdictName = Literal["holds", "wrong", "depends", "undecided"]
 
 
 @dataclass(frozen=True)
-class Finding:
-    """What a computation says about a claim.
+class Verdict:
+    """The result of checking a claim.
 
     Args:
         computed: the computed value in words, beside the claimed one.
         verdict: `holds`, `wrong`, `depends` (true under conditions that `why` names), or `undecided` (the evidence at
             hand is too little: too few seeds or steps, or a count of papers that is not at hand).
-        why: one sentence.
+        why: one or a few sentences; the first states the fact, in place of the claim where the claim does not hold.
         numbers: the values behind it, for scripts.
     """
 
     computed: str
-    verdict: Verdict
+    verdict: VerdictName
     why: str
     numbers: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One sentence of the sources in our words, and the computation that decides it."""
+    """One statement of the sources, and the computation that decides it."""
 
     id: str
     source: str
     claimed: str
-    check: Callable[[Evidence], Finding]
+    check: Callable[[Evidence], Verdict]
     trains: bool = False
 
 
@@ -57,10 +57,10 @@ SOURCES = {
 
 def claim(
     id: str, source: str, claimed: str, *, trains: bool = False
-) -> Callable[[Callable[[Evidence], Finding]], Callable[[Evidence], Finding]]:
-    """Enter the decorated check into the list of claims; `trains` marks the ones that train models with torch."""
+) -> Callable[[Callable[[Evidence], Verdict]], Callable[[Evidence], Verdict]]:
+    """Add the decorated check to the list of claims. `trains` marks checks that train models with torch."""
 
-    def enter(check: Callable[[Evidence], Finding]) -> Callable[[Evidence], Finding]:
+    def enter(check: Callable[[Evidence], Verdict]) -> Callable[[Evidence], Verdict]:
         CLAIMS.append(Claim(id, source, claimed, check, trains))
         return check
 
@@ -68,7 +68,7 @@ def claim(
 
 
 def agree(claimed: npt.ArrayLike, computed: npt.ArrayLike, *, decimals: int) -> bool:
-    """Whether computed values, rounded as the source rounds, are the claimed ones.
+    """Return whether computed values equal the claimed ones at the source's number of decimals.
 
     >>> agree([0.971, 0.018], [0.97121, 0.01779], decimals=3)
     True
@@ -77,23 +77,23 @@ def agree(claimed: npt.ArrayLike, computed: npt.ArrayLike, *, decimals: int) -> 
     return bool(np.all(apart <= 0.5 * 10.0**-decimals * (1 + 1e-9)))
 
 
-def estimate_variance(draws: npt.ArrayLike) -> Estimate:
-    """The variance of independent draws with its 95% interval, which comes from their fourth moment.
+def estimate_variance(samples: npt.ArrayLike) -> Estimate:
+    """Return the variance of independent samples with its 95% interval, which comes from their fourth moment.
 
     >>> estimate_variance([-1.0, 1.0] * 50).value.__round__(2)
     1.01
     """
-    x = np.asarray(draws, dtype=np.float64).reshape(-1)
+    x = np.asarray(samples, dtype=np.float64).reshape(-1)
     return estimate_mean((x - x.mean()) ** 2 * (x.size / (x.size - 1)))
 
 
 def covers(estimate: Estimate, value: float) -> bool:
-    """Whether a value lies within twice the 95% interval, so that one check in ten thousand errs by chance."""
+    """Return whether a value lies within twice the 95% interval, which one true value in ten thousand does not."""
     return abs(estimate.value - value) <= estimate.high - estimate.low
 
 
 def state(estimate: Estimate, *, samples: int, seed: int) -> str:
-    """Print an estimate with what its interval is, how many samples it rests on and their seed.
+    """Write an estimate with its interval, the number of samples and their seed.
 
     >>> state(Estimate(1.0, 0.9, 1.1), samples=100, seed=0)
     '1 [0.9, 1.1] (95%, 100 samples, seed 0)'
@@ -102,7 +102,7 @@ def state(estimate: Estimate, *, samples: int, seed: int) -> str:
 
 
 def show_interval(estimate: Estimate) -> str:
-    """Print an estimate and the ends of its interval.
+    """Write an estimate and the ends of its interval.
 
     >>> show_interval(Estimate(1.0, 0.9, 1.1))
     '1 [0.9, 1.1]'
@@ -111,7 +111,7 @@ def show_interval(estimate: Estimate) -> str:
 
 
 def row(values: npt.ArrayLike, decimals: int = 3) -> str:
-    """Print a few numbers as the sources do.
+    """Write a few numbers as the sources do.
 
     >>> row([0.5, 0.25])
     '[0.500, 0.250]'

@@ -1,4 +1,4 @@
-"""Evidence for claims beyond a formula: a seed, and experiments that are made once, when one is first asked for."""
+"""Evidence for claims that no formula decides: a seed, and training experiments that run once, when first needed."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from functools import cached_property
 
 from sqrtdk.lab import AblationSpec, Lab, ablate, swap_scale
 from sqrtdk.lab.shipped import chosen_rates, load_ablation
-from sqrtdk.records import Record
+from sqrtdk.records.record import Record
 
 _D_K = 64
 
 
 class Evidence:
-    """The seed of every random draw, and the training experiments; each runs once, whoever asks and how often.
+    """The seed of all random samples, and the training experiments. Each experiment runs at most once.
 
     Args:
-        seed: seeds every random draw that is no training run.
+        seed: seed of all random samples except training runs.
         seeds: training runs per setting.
         steps: training steps per run.
-        lab: where models are trained; None: a lab of its own that forgets them in the end.
+        lab: the lab that trains models. None means a new lab that keeps nothing.
 
     >>> Evidence(seeds=3).steps
     600
@@ -31,21 +31,21 @@ class Evidence:
 
     @cached_property
     def lab(self) -> Lab:
-        """Where models are trained."""
+        """The lab that trains models."""
         return Lab() if self._lab is None else self._lab
 
     @cached_property
     def learning(self) -> Record:
-        """Ablation of none, √dₖ and dₖ beside none with the start of √dₖ, without and with its step.
+        """Ablation of no scaling, 1/√dₖ and 1/dₖ, and of no scaling with rescaled init, without and with rescaled step.
 
-        Each has the learning rate that the shipped ablation chose for it, on seeds other than these.
+        Each setting uses the learning rate that the shipped ablation chose for it on other seeds.
         """
         spec = AblationSpec(
             scales=("none", "sqrt", "inverse"),
             d_ks=(_D_K,),
             seeds=self.seeds,
             steps=self.steps,
-            also=(("none", "absorbed"), ("none", "absorbed", "absorbed")),
+            also=(("none", "rescaled"), ("none", "rescaled", "rescaled")),
         )
         known = chosen_rates(_D_K)
         return ablate(replace(spec, rates={choice: known[choice] for choice in spec.choices()}), self.lab)
@@ -57,11 +57,11 @@ class Evidence:
 
     @cached_property
     def temperatures(self) -> Record:
-        """Ablation of √dₖ beside a temperature learned per head and one learned from the query, all else equal."""
+        """Ablation of 1/√dₖ, of a temperature learned per head and of one learned from the query, all else equal."""
         spec = AblationSpec(scales=("sqrt", "learned", "query"), seeds=self.seeds, steps=self.steps)
         return ablate(spec, self.lab)
 
     @cached_property
     def swap(self) -> Record:
-        """Trained with √dₖ, then without the scale; beside training without it from a random start."""
+        """Training with 1/√dₖ and then with no scaling, compared with no scaling from a random start."""
         return swap_scale(seeds=self.seeds, start_steps=self.steps, steps=self.steps, lab=self.lab)

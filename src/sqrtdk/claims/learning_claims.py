@@ -1,6 +1,6 @@
-"""Claims that only training can decide: learning without the scale, at several widths, and of trained models.
+"""Claims that only training can decide: learning without scaling, at several widths, and by trained models.
 
-A verdict comes from 95% intervals. Where they leave both answers possible it is `undecided`.
+A verdict comes from 95% intervals. It is `undecided` where the intervals allow both answers.
 """
 
 from __future__ import annotations
@@ -8,16 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from sqrtdk.claims.claim import Finding, Verdict, claim
+from sqrtdk.claims.claim import Verdict, VerdictName, claim
 from sqrtdk.claims.evidence import Evidence
-from sqrtdk.display import count
 from sqrtdk.errors import SqrtdkError
 from sqrtdk.lab import RunSpec
-from sqrtdk.lab.ablation import OUTCOMES, show_difference, show_loss
+from sqrtdk.lab.ablation import OUTCOMES, show_difference
 from sqrtdk.lab.intervals import Interval, share_difference, wilson
 from sqrtdk.lab.outcomes import or_infinite
-from sqrtdk.records import Record, Row
-from sqrtdk.setting_names import name_setting
+from sqrtdk.records.record import Record, Row
+from sqrtdk.show.table import count
+from sqrtdk.wording.names import name_setting
+from sqrtdk.wording.numbers import write_loss
 
 UNDECIDED = "In {steps} steps not even the models with 1/√dₖ learn the task: more steps are needed to decide."
 _TOO_FEW = "{seeds} too few to decide: the 95% intervals leave both answers possible."
@@ -27,19 +28,19 @@ _SHARE_MARGIN = 0.5
 
 
 def require_runs(rows: Iterable[Mapping[str, Any]]) -> None:
-    """Without any finished run there is nothing to decide by; the store or the record has the message of each."""
+    """Raise an error if every run of a setting failed. The store or the record has the message of each run."""
     if any(row["n"] == 0 for row in rows):
         raise SqrtdkError("every training run of a setting failed; `sqrtdk ablate --json` shows their messages")
 
 
 def solves_more_by(row: Row, other: Row) -> Interval:
-    """The 95% interval of how much larger the share of solved runs is than that of another row."""
+    """Return the 95% interval of the difference between the shares of solved runs, row minus other."""
     solved, others = (round(one["solved_fraction"] * one["n"]) for one in (row, other))
     return share_difference(solved, row["n"], others, other["n"])
 
 
 def explain_doubt(row: Row, steps: int) -> str:
-    """Why nothing is decided, from the row of the models with 1/√dₖ."""
+    """Return why the claim is undecided, from the row of the models with 1/√dₖ."""
     if row["solved_fraction"] < 0.5:
         return UNDECIDED.format(steps=steps)
     return _TOO_FEW.format(seeds=f"{count(row['n'], 'seed')} {'is' if row['n'] == 1 else 'are'}")
@@ -55,23 +56,23 @@ def _solved(row: Row) -> str:
     "at random initialisation scaling is critical, in a trained model less so",
     trains=True,
 )
-def _trained(evidence: Evidence) -> Finding:
+def _trained(evidence: Evidence) -> Verdict:
     stages = {stage["stage"]: stage for stage in evidence.swap.tables["summary"]}
     require_runs(stages.values())
     trained, swapped, continued, scratch = (stages[name] for name in ("trained", "swapped", "continued", "scratch"))
     verdict = _judge_trained(trained, swapped, continued, scratch)
     lost = or_infinite(swapped["loss_median"]) > or_infinite(trained["loss_median"])
     why = (
-        f"From a random start without scale {_solved(scratch)} runs solve the task; "
+        f"From a random start with no scaling {_solved(scratch)} runs solve the task; "
         f"a trained model that loses its scale still solves it in {_solved(swapped)}"
         + (", with a higher loss" if lost else "")
         + f", and after training on in {_solved(continued)}."
     )
-    return Finding(
+    return Verdict(
         f"recall, held-out loss (median of {count(trained['n'], 'seed')}): trained with √dₖ "
-        f"{show_loss(trained['loss_median'])}, scale then removed {show_loss(swapped['loss_median'])}, "
-        f"trained on without {show_loss(continued['loss_median'])}; "
-        f"without from the start {show_loss(scratch['loss_median'])} (chance {RunSpec().make_task().chance_loss:.2g})",
+        f"{write_loss(trained['loss_median'])}, scale then removed {write_loss(swapped['loss_median'])}, "
+        f"trained on without {write_loss(continued['loss_median'])}; "
+        f"without from the start {write_loss(scratch['loss_median'])} (chance {RunSpec().make_task().chance_loss:.2g})",
         verdict,
         explain_doubt(trained, evidence.steps) if verdict == "undecided" else why,
         {
@@ -86,7 +87,7 @@ def _trained(evidence: Evidence) -> Finding:
     )
 
 
-def _judge_trained(trained: Row, swapped: Row, continued: Row, scratch: Row) -> Verdict:
+def _judge_trained(trained: Row, swapped: Row, continued: Row, scratch: Row) -> VerdictName:
     if trained["solved_fraction"] < 0.5:
         return "undecided"
     critical, kept = solves_more_by(trained, scratch), solves_more_by(swapped, scratch)
@@ -95,21 +96,21 @@ def _judge_trained(trained: Row, swapped: Row, continued: Row, scratch: Row) -> 
     if critical.low > 0.0 and kept.low > 0.0:
         return "holds"
     if critical.low > 0.0 and kept.high < _SHARE_MARGIN:
-        # As bad as if it had never had the scale: what is left is whether training on mends it.
+        # As bad as training without scaling from the start. The rest depends on whether further training repairs it.
         return "depends" if solves_more_by(continued, scratch).low > 0.0 else "wrong"
     return "undecided"
 
 
 @claim("grad.learning", "all", "without scaling, learning slows or fails", trains=True)
-def _learning(evidence: Evidence) -> Finding:
+def _learning(evidence: Evidence) -> Verdict:
     record = evidence.learning
     require_runs(record.tables["best"])
     best = {(row["scale"], row["init"], row["qk_step"]): row for row in record.tables["best"]}
     none, sqrt, inverse = (best[name, "unit", "unit"] for name in ("none", "sqrt", "inverse"))
-    start, both = (best["none", "absorbed", step] for step in ("unit", "absorbed"))
+    start, both = (best["none", "rescaled", step] for step in ("unit", "rescaled"))
     paired = _find_comparison(record, "none")
     fails, rescued, lacks = solves_more_by(sqrt, none), solves_more_by(start, none), solves_more_by(sqrt, start)
-    verdict: Verdict = "undecided"
+    verdict: VerdictName = "undecided"
     if sqrt["solved_fraction"] < 0.5:
         why = ""
     elif paired["outcome"] in ("as well", "better"):
@@ -119,11 +120,11 @@ def _learning(evidence: Evidence) -> Finding:
     elif fails.low > 0.0 and lacks.low > 0.0:
         verdict, why = "holds", f"A rescaled init does not make up for it: {_solved(start)} runs solve the task."
     listed = "; ".join(
-        f"{name_setting(row['scale'], row['init'], qk_step=row['qk_step'])} {show_loss(row['final_loss_median'])} "
+        f"{name_setting(row['scale'], row['init'], qk_step=row['qk_step'])} {write_loss(row['final_loss_median'])} "
         f"({_solved(row)} solved)"
         for row in (none, sqrt, inverse, start, both)
     )
-    return Finding(
+    return Verdict(
         f"recall at dₖ {sqrt['d_k']}, {evidence.steps} steps at a learning rate chosen on other seeds, median loss of "
         f"{count(sqrt['n'], 'seed')}: {listed}; 1/√dₖ solves it in {_show_percents(fails)} points more of the runs "
         "than no scaling (95% interval)",
@@ -149,15 +150,14 @@ def _show_percents(interval: Interval) -> str:
 
 def _explain_start(none: Row, sqrt: Row, start: Row, both: Row) -> str:
     return (
-        f"From q and k of variance 1 the model without scaling solves it in {_solved(none)} runs. With the start of "
-        f"1/√dₖ (W_q and W_k × dₖ^−¼) and no scaling it solves {_solved(start)}, with its step as well "
-        f"{_solved(both)}, 1/√dₖ itself {_solved(sqrt)}: the division sets the start and the step, and both can be set "
-        "without it."
+        f"Without scaling {_solved(none)} runs solve the task, with 1/√dₖ {_solved(sqrt)}, and with no scaling but a "
+        f"rescaled init (W_q and W_k × dₖ^−¼) {_solved(start)}. With a rescaled step as well it is {_solved(both)}: "
+        "the division sets the start and the step, and both can be set without it."
     )
 
 
 def _find_comparison(record: Record, scale: str, d_k: int | None = None) -> Row:
-    """The comparison of a policy, from q and k of variance 1, with sqrt."""
+    """Return the comparison of a policy with sqrt, both with the default init."""
     rows: Sequence[Row] = record.tables["comparisons"]
     return next(
         row
@@ -167,7 +167,7 @@ def _find_comparison(record: Record, scale: str, d_k: int | None = None) -> Row:
 
 
 def _describe_widths(record: Record) -> str:
-    """How many runs solved the task at each width, each policy at its own learning rate."""
+    """Return how many runs solved the task at each width, each policy at its own learning rate."""
     rows = {(row["scale"], row["d_k"]): row for row in record.tables["best"] if _is_plain(row)}
     d_ks = record.spec["d_ks"]
     listed = (
@@ -181,7 +181,7 @@ def _describe_widths(record: Record) -> str:
 
 
 def _list_outcomes(record: Record, scale: str) -> dict[str, list[int]]:
-    """The outcomes of a policy beside 1/√dₖ, each at its own learning rate, with the widths that have them."""
+    """Return the outcomes of a policy compared with 1/√dₖ, each at its own learning rate, with their widths."""
     outcomes: dict[str, list[int]] = {}
     for d_k in record.spec["d_ks"]:
         outcomes.setdefault(_find_comparison(record, scale, d_k)["outcome"], []).append(d_k)
@@ -197,7 +197,7 @@ def _is_plain(row: Row) -> bool:
 
 
 @claim("grad.range", "S1", "dividing by √dₖ is empirically validated over a wide range of dₖ values")
-def _range(evidence: Evidence) -> Finding:
+def _range(evidence: Evidence) -> Verdict:
     record = evidence.widths
     rows = [row for row in record.tables["best"] if row["scale"] == "sqrt" and _is_plain(row)]
     shares = [wilson(round(row["solved_fraction"] * row["n"]), row["n"]) for row in rows]
@@ -210,7 +210,7 @@ def _range(evidence: Evidence) -> Finding:
         if works
         else "It is not shown for every width that most runs with 1/√dₖ learn the task."
     )
-    return Finding(
+    return Verdict(
         _describe_widths(record),
         "holds" if works else ("wrong" if any(share.high < 0.5 for share in shares) else "undecided"),
         why,
@@ -219,13 +219,13 @@ def _range(evidence: Evidence) -> Finding:
 
 
 @claim("grad.inverse", "S1", "dividing by dₖ potentially harms the performance of the model")
-def _inverse(evidence: Evidence) -> Finding:
+def _inverse(evidence: Evidence) -> Verdict:
     record = evidence.widths
     own = {d_k: _find_comparison(record, "inverse", d_k) for d_k in record.spec["d_ks"]}
     harmed, helped = _list_rates(record, "sqrt", "inverse"), _list_rates(record, "inverse", "sqrt")
     listed = _list_outcomes(record, "inverse")
     outcomes = set(listed)
-    verdict: Verdict = "undecided"
+    verdict: VerdictName = "undecided"
     if outcomes == {"worse"}:
         verdict = "holds"
     elif "worse" in outcomes or (outcomes <= {"as well", "better"} and harmed):
@@ -234,11 +234,12 @@ def _inverse(evidence: Evidence) -> Finding:
         verdict = "wrong"
     at_own = "; ".join(f"dₖ {d_k}: {show_difference(row)}" for d_k, row in own.items())
     seeds = count(len(record.spec["selection_seeds"]), "other seed")
-    return Finding(
+    return Verdict(
         f"{_describe_widths(record)}. 1/dₖ beside 1/√dₖ, each at its own rate: {at_own}",
         verdict,
-        f"Each at its own learning rate: {_show_outcomes(listed)}. At the same learning rate 1/dₖ solves the task less "
-        f"often than 1/√dₖ {_show_rates(harmed)}, more often {_show_rates(helped)} ({seeds}, by 95% intervals).",
+        f"1/dₖ beside 1/√dₖ, each at its own learning rate: {_show_outcomes(listed)}. At the same learning rate 1/dₖ "
+        f"solves the task less often than 1/√dₖ {_show_rates(harmed)}, more often {_show_rates(helped)} ({seeds}, by "
+        "95% intervals).",
         {
             "outcomes": {str(d_k): row["outcome"] for d_k, row in own.items()},
             "differences": {str(d_k): row["difference_interval"] for d_k, row in own.items()},
@@ -249,7 +250,7 @@ def _inverse(evidence: Evidence) -> Finding:
 
 
 def _list_rates(record: Record, more: str, less: str) -> dict[float, list[int]]:
-    """Learning rates at which one policy solves the task in more of the selection's runs, with the widths."""
+    """Return the learning rates at which one policy solves the task more often in the selection, with the widths."""
     rows = {(row["scale"], row["lr"], row["d_k"]): row for row in record.tables["selection"] if _is_plain(row)}
     listed: dict[float, list[int]] = {}
     for lr in record.spec["lrs"]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from sqrtdk import attention, scaled_dot_product_attention, softmax
-from sqrtdk.claims.claim import Finding, claim, row
+from sqrtdk.claims.claim import Verdict, claim, row
 from sqrtdk.claims.evidence import Evidence
 
 
@@ -16,7 +16,7 @@ from sqrtdk.claims.evidence import Evidence
     "all",
     "Attention(Q,K,V) = softmax(QKᵀ/√dₖ)·V, with weights on request whose rows sum to 1",
 )
-def _formula(evidence: Evidence) -> Finding:
+def _formula(evidence: Evidence) -> Verdict:
     rng = np.random.default_rng(evidence.seed)
     worst_sum, worst_output = 0.0, 0.0
     for queries, keys, d_k in ((1, 1, 1), (5, 7, 4), (16, 31, 64), (3, 64, 512)):
@@ -27,7 +27,7 @@ def _formula(evidence: Evidence) -> Finding:
         worst_output = max(worst_output, np.abs(output - np.einsum("ls,sv->lv", e, v) / e.sum(1)[:, None]).max())
         worst_output = max(worst_output, np.abs(output - attention(q, k, v).output).max())
         worst_sum = max(worst_sum, np.abs(weights.sum(axis=-1) - 1).max())
-    return Finding(
+    return Verdict(
         f"largest difference to the sum written out {worst_output:.0e}; "
         f"rows of weights sum to 1 within {worst_sum:.0e}",
         "holds" if max(worst_output, worst_sum) < 1e-12 else "wrong",
@@ -56,14 +56,14 @@ def run(x):
 
 
 def _run_sample(name: str, *arguments: object, **names: object) -> Any:
-    """Run one of the samples in a namespace that holds the given names and Python's own."""
+    """Run one of the code samples in a namespace with the given names and Python's own."""
     namespace: dict[str, Any] = dict(names)
     exec(_SAMPLES[name], namespace)
     return namespace["run"](*arguments)
 
 
 @claim("op.code", "S3", "both code samples compute what the section describes")
-def _code(evidence: Evidence) -> Finding:
+def _code(evidence: Evidence) -> Verdict:
     q, k, v = np.random.default_rng(evidence.seed).standard_normal((3, 16, 64))
     missing = {}
     for name, arguments in {"attention": (q, k, v), "stable softmax": (q,)}.items():
@@ -77,18 +77,18 @@ def _code(evidence: Evidence) -> Finding:
     apart = max(apart, float(np.abs(_run_sample("stable softmax", q, np=np) - softmax(q)).max()))
     right = apart < 1e-12
     printed = ", ".join(f"{name} raises NameError ({lacking} is not defined)" for name, lacking in missing.items())
-    return Finding(
+    return Verdict(
         f"as printed: {printed or 'both run'}; as meant: within {apart:.0e} of `scaled_dot_product_attention` and "
         "`softmax`",
         ("depends" if missing else "holds") if right else "wrong",
-        "The samples are written anew in their obvious form, without the names that the section leaves undefined. "
-        + (f"They run once {' and '.join(missing.values())} are defined." if missing else "They run as they are."),
+        (f"The samples run once {' and '.join(missing.values())} are defined." if missing else "The samples run.")
+        + " They are rewritten here in their obvious form, without the names that the section leaves undefined.",
         {"missing": missing, "difference_as_meant": apart},
     )
 
 
 @claim("op.stable", "S3", "softmax subtracts the row maximum first: no overflow for any finite score")
-def _stable(evidence: Evidence) -> Finding:
+def _stable(evidence: Evidence) -> Verdict:
     finite = True
     for dtype in (np.float32, np.float64):
         top = float(np.finfo(dtype).max)
@@ -97,7 +97,7 @@ def _stable(evidence: Evidence) -> Finding:
             finite &= bool(np.isfinite(p).all() and abs(p.sum() - 1) < 1e-6)
     with np.errstate(over="ignore", invalid="ignore"):
         naive = np.exp(np.float32(89.0)) / np.exp(np.float32(89.0))
-    return Finding(
+    return Verdict(
         f"finite and summing to 1 up to ±{np.finfo(np.float64).max:.2g}; "
         f"without the subtraction softmax([89]) is {naive}",
         "holds" if finite and not np.isfinite(naive) else "wrong",
@@ -107,7 +107,7 @@ def _stable(evidence: Evidence) -> Finding:
 
 
 @claim("op.same", "S3", "subtracting the maximum gives the same result")
-def _same(evidence: Evidence) -> Finding:
+def _same(evidence: Evidence) -> Verdict:
     rng = np.random.default_rng(evidence.seed)
     worst = 0.0
     for size in (1.0, 10.0, 50.0):
@@ -120,7 +120,7 @@ def _same(evidence: Evidence) -> Finding:
         beyond = e / e.sum()
     stable = softmax(np.array([1000.0, 999.0]))
     # exp turns the rounding of an exponent of size x into a relative error of x·2⁻⁵³, here of a few hundred of them.
-    return Finding(
+    return Verdict(
         f"largest relative difference to exp(x)/Σexp(x) {worst:.0e} where that is finite; at [1000, 999] it is "
         f"[{beyond[0]:g}, {beyond[1]:g}], with the subtraction {row(stable)}",
         "holds" if worst < 1e-12 else "wrong",
@@ -131,23 +131,23 @@ def _same(evidence: Evidence) -> Finding:
 
 
 @claim("op.always", "S3", "the division is negligible in cost, so always do it")
-def _always(evidence: Evidence) -> Finding:
+def _always(evidence: Evidence) -> Verdict:
     shares = {}
     for d in (4, 16, 64, 128):
         products = 2 * 2 * d  # multiplications and additions per score for QKᵀ and for P·V with dᵥ = dₖ
         shares[d] = {"on_scores": 1 / products, "on_query": d / (1024 * products)}
     at_64 = shares[64]
-    return Finding(
+    return Verdict(
         f"of the multiplications and additions at dₖ = 64: {at_64['on_scores']:.2%} applied to the scores, "
         f"{at_64['on_query']:.4%} applied to q (1024 keys); at dₖ = 4: {shares[4]['on_scores']:.1%}",
         "holds" if at_64["on_scores"] < 0.01 else "wrong",
-        "One multiplication per score stands against 4·dₖ for the two products, and none per score if q carries it.",
+        "The scale takes one multiplication per score, the two products 4·dₖ. Applied to q, it takes none per score.",
         {"shares": shares},
     )
 
 
 @claim("op.instability", "S3", "always scale: it prevents instability")
-def _instability(evidence: Evidence) -> Finding:
+def _instability(evidence: Evidence) -> Verdict:
     d_k, n, growth = 64, 1024, 3.0
     rng = np.random.default_rng(evidence.seed)
     q, k = rng.standard_normal((64, d_k)), rng.standard_normal((n, d_k))
@@ -157,23 +157,23 @@ def _instability(evidence: Evidence) -> Finding:
         assert statistics is not None
         return float(statistics.sum_p2.mean())
 
-    unscaled, start, grown = measure(1.0, "none"), measure(1.0, "sqrt"), measure(growth, "sqrt")
+    no_scaling, start, grown = measure(1.0, "none"), measure(1.0, "sqrt"), measure(growth, "sqrt")
     smaller = measure(d_k**-0.25, "none")
     entry = np.float16(32.0)
     with np.errstate(over="ignore"):
         after = (entry * entry * np.float16(d_k)) / np.float16(d_k**0.5)
         before = (entry / np.float16(d_k**0.5)) * entry * np.float16(d_k)
-    prevents = start < unscaled
-    always = grown < unscaled / 2 and bool(np.isfinite(after))
-    return Finding(
-        f"mean Σp² at dₖ {d_k}, n {n}: {unscaled:.2g} with no scaling, {start:.2g} with 1/√dₖ, {grown:.2g} with 1/√dₖ "
-        f"once q and k are {growth:g} times as long; float16 with entries of {entry:g}: q·k/√dₖ is {after:g}, "
+    prevents = start < no_scaling
+    always = grown < no_scaling / 2 and bool(np.isfinite(after))
+    return Verdict(
+        f"mean Σp² at dₖ {d_k}, n {n}: {no_scaling:.2g} with no scaling, {start:.2g} with 1/√dₖ, {grown:.2g} with "
+        f"1/√dₖ once q and k are {growth:g} times as long; float16 with entries of {entry:g}: q·k/√dₖ is {after:g}, "
         f"(q/√dₖ)·k is {before:g}",
         ("holds" if always else "depends") if prevents else "wrong",
         f"1/√dₖ {'prevents' if prevents else 'does not prevent'} saturation at the start. Vectors that grow in "
-        f"training {'do not undo it' if grown < unscaled / 2 else 'undo it'}, and a product that is divided after it "
-        f"was rounded to float16 is {'finite' if np.isfinite(after) else 'infinite'}. With no scaling, q and k that "
-        f"start smaller by dₖ^−¼ each have Σp² {smaller:.2g}, too.",
-        {"sum_p2": {"none": unscaled, "sqrt": start, "sqrt_grown": grown, "none_smaller_weights": smaller},
+        f"training {'do not undo it' if grown < no_scaling / 2 else 'undo it'}, and a product that is divided after it "
+        f"was rounded to float16 is {'finite' if np.isfinite(after) else 'infinite'}. With no scaling but a "
+        f"rescaled init (q and k × dₖ^−¼) Σp² is {smaller:.2g} as well.",
+        {"sum_p2": {"none": no_scaling, "sqrt": start, "sqrt_grown": grown, "none_smaller_weights": smaller},
          "float16": {"divided_after": float(after) if np.isfinite(after) else None, "divided_before": float(before)}},
     )  # fmt: skip

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from sqrtdk import attention, scaled_dot_product_attention, softmax, theory
-from sqrtdk.claims.claim import Finding, Verdict, agree, claim, row
+from sqrtdk.claims.claim import Verdict, VerdictName, agree, claim, row
 from sqrtdk.claims.evidence import Evidence
 from sqrtdk.exercises.gaussian_rows import choose_effort, name_importance, sample_policies
-from sqrtdk.setting_names import name_policy
+from sqrtdk.wording.names import name_policy
 
 Array = npt.NDArray[np.float64]
 
@@ -24,11 +24,11 @@ def _worked(claimed: list[float], scores: list[float], *, decimals: int = 3) -> 
 
 
 @claim("soft.exp", "S0", "e^1 2.718, e^5 148.4, e^10 22 026, e^20 485 165 195, e^50 5 184 705 528 587 072 045")
-def _exp(evidence: Evidence) -> Finding:
+def _exp(evidence: Evidence) -> Verdict:
     claimed = {1: 2.718, 5: 148.4, 10: 22_026.0, 20: 485_165_195.0, 50: 5_184_705_528_587_072_045.0}
     ratio = {x: math.exp(x) / value for x, value in claimed.items()}
     off = {x: r for x, r in ratio.items() if abs(r - 1) > 1e-3}
-    return Finding(
+    return Verdict(
         ", ".join(f"e^{x} = {math.exp(x):.7g}" for x in claimed),
         "wrong" if off else "holds",
         " ".join(f"e^{x} is {r:.4g} times the number given." for x, r in off.items())
@@ -38,10 +38,10 @@ def _exp(evidence: Evidence) -> Finding:
 
 
 @claim("soft.powers", "S0", "e^0.5 1.649, e^1.25 3.490, e^1.5 4.482, e^1.75 5.755, e^12 162 755, e^14 1 202 604")
-def _powers(evidence: Evidence) -> Finding:
+def _powers(evidence: Evidence) -> Verdict:
     claimed = {0.5: 1.649, 1.25: 3.490, 1.5: 4.482, 1.75: 5.755, 12: 162_755.0, 14: 1_202_604.0}
     off = [x for x, value in claimed.items() if not agree(value, math.exp(x), decimals=0 if x > 5 else 3)]
-    return Finding(
+    return Verdict(
         ", ".join(f"e^{x:g} = {math.exp(x):.{0 if x > 5 else 3}f}" for x in claimed),
         "wrong" if off else "holds",
         f"{len(claimed) - len(off)} of the {len(claimed)} are right to the digit"
@@ -51,9 +51,9 @@ def _powers(evidence: Evidence) -> Finding:
 
 
 @claim("soft.50", "S0", "softmax[50, 10, 5] ≈ [1.0, 0.0, 0.0]")
-def _fifty(evidence: Evidence) -> Finding:
+def _fifty(evidence: Evidence) -> Verdict:
     computed, fits = _worked([1.0, 0.0, 0.0], [50, 10, 5], decimals=1)
-    return Finding(
+    return Verdict(
         f"[1 − {computed[1:].sum():.1e}, {computed[1]:.1e}, {computed[2]:.1e}]",
         "holds" if fits else "wrong",
         "A lead of 40 leaves e^−40 to the next.",
@@ -62,10 +62,10 @@ def _fifty(evidence: Evidence) -> Finding:
 
 
 @claim("soft.5", "S0", "softmax[5, 1, 0.5] = [0.971, 0.018, 0.011], sum of exponentials 152.780")
-def _five_small(evidence: Evidence) -> Finding:
+def _five_small(evidence: Evidence) -> Verdict:
     computed, fits = _worked([0.971, 0.018, 0.011], [5, 1, 0.5])
     total = float(np.exp([5, 1, 0.5]).sum())
-    return Finding(
+    return Verdict(
         f"{row(computed)}, sum {total:.3f}",
         "holds" if fits and agree(152.780, total, decimals=3) else "wrong",
         "Computed digit by digit.",
@@ -74,10 +74,10 @@ def _five_small(evidence: Evidence) -> Finding:
 
 
 @claim("soft.sum", "S0", "148.4 + 2.718 + 1.649 = 152.780")
-def _sum(evidence: Evidence) -> Finding:
+def _sum(evidence: Evidence) -> Verdict:
     shown, exact = 148.4 + 2.718 + 1.649, float(np.exp([5, 1, 0.5]).sum())
     adds_up, is_right = (agree(152.780, total, decimals=3) for total in (shown, exact))
-    return Finding(
+    return Verdict(
         f"the terms as shown add up to {shown:.3f}, e^5 + e^1 + e^0.5 is {exact:.3f}",
         "holds" if adds_up else ("depends" if is_right else "wrong"),
         "The sum is that of the exponentials "
@@ -89,14 +89,14 @@ def _sum(evidence: Evidence) -> Finding:
 
 
 @claim("soft.dk4", "S0", "dₖ = 4, q = [1,0,1,0], k = [0,1,1,1]: dot 1, scaled 0.5")
-def _dk4(evidence: Evidence) -> Finding:
+def _dk4(evidence: Evidence) -> Verdict:
     q, k = np.array([[1.0, 0, 1, 0]]), np.array([[0.0, 1, 1, 1]])
     statistics = attention(q, k, k).statistics
-    unscaled = attention(q, k, k, scale="none").statistics
+    without = attention(q, k, k, scale="none").statistics
     assert statistics is not None
-    assert unscaled is not None
-    dot, scaled = float(unscaled.max_logit[0]), float(statistics.max_logit[0])
-    return Finding(
+    assert without is not None
+    dot, scaled = float(without.max_logit[0]), float(statistics.max_logit[0])
+    return Verdict(
         f"dot {dot:g}, scaled {scaled:g}",
         "holds" if (dot, scaled) == (1.0, 0.5) else "wrong",
         "The only key's logit, read off the row statistics.",
@@ -109,27 +109,27 @@ def _dk4(evidence: Evidence) -> Finding:
     "S0",
     "scores [14,10,12]: [0.867, 0.016, 0.117] (sum 1 387 386); over 8: [0.419, 0.254, 0.326] (sum 13.727)",
 )
-def _dk64(evidence: Evidence) -> Finding:
+def _dk64(evidence: Evidence) -> Verdict:
     scores = np.array([14.0, 10.0, 12.0])
     raw, raw_fits = _worked([0.867, 0.016, 0.117], [14, 10, 12])
     scaled, scaled_fits = _worked([0.419, 0.254, 0.326], [14 / 8, 10 / 8, 12 / 8])
     sums = float(np.exp(scores).sum()), float(np.exp(scores / 8).sum())
     sums_fit = agree(1_387_386, sums[0], decimals=0) and agree(13.727, sums[1], decimals=3)
-    return Finding(
+    return Verdict(
         f"{row(raw)} (sum {sums[0]:,.0f}); over 8: {row(scaled)} (sum {sums[1]:.3f})",
         "holds" if raw_fits and scaled_fits and sums_fit else "wrong",
         "Computed digit by digit.",
-        {"unscaled": raw.tolist(), "scaled": scaled.tolist(), "sums": sums},
+        {"no_scaling": raw.tolist(), "scaled": scaled.tolist(), "sums": sums},
     )
 
 
 @claim("soft.peak", "S3", "scores [8.5, −2.1, 7.9, …] give [0.99, 0.00, 0.01, …]")
-def _peak(evidence: Evidence) -> Finding:
+def _peak(evidence: Evidence) -> Verdict:
     computed, fits = _worked([0.99, 0.00, 0.01], [8.5, -2.1, 7.9], decimals=2)
     ratio = float(computed[0] / computed[2])
     with_more = softmax(np.array([8.5, -2.1, 7.9, 3.0, -1.0, 8.0]))
     constant = math.isclose(ratio, float(with_more[0] / with_more[2]))
-    return Finding(
+    return Verdict(
         f"alone {row(computed)}; first to third {ratio:.2f} to 1",
         "holds" if fits or not constant else "wrong",
         f"The ratio of the first to the third is e^0.6 = {ratio:.2f} whatever follows; 0.99 to 0.01 would be 99.",
@@ -138,10 +138,10 @@ def _peak(evidence: Evidence) -> Finding:
 
 
 @claim("soft.scores8", "S3", "scores [9.2, −3.1, 8.8, −5.4, 1.2] over 8: [1.15, −0.39, 1.10, −0.68, 0.15]")
-def _scores8(evidence: Evidence) -> Finding:
+def _scores8(evidence: Evidence) -> Verdict:
     scaled = np.array([9.2, -3.1, 8.8, -5.4, 1.2]) / 8
     fits = agree([1.15, -0.39, 1.10, -0.68, 0.15], scaled, decimals=2)
-    return Finding(
+    return Verdict(
         row(scaled, 4),
         "holds" if fits else "wrong",
         "Equal at the precision the source prints." if fits else "Not equal at the precision the source prints.",
@@ -150,9 +150,9 @@ def _scores8(evidence: Evidence) -> Finding:
 
 
 @claim("soft.five", "S3", "scores [9.2, −3.1, 8.8, −5.4, 1.2] give [0.599, 0, 0.401, 0, 0]")
-def _five(evidence: Evidence) -> Finding:
+def _five(evidence: Evidence) -> Verdict:
     computed, fits = _worked([0.599, 0.0, 0.401, 0.0, 0.0], [9.2, -3.1, 8.8, -5.4, 1.2])
-    return Finding(
+    return Verdict(
         row(computed),
         "holds" if fits else "wrong",
         "Equal at the precision the source prints."
@@ -163,47 +163,47 @@ def _five(evidence: Evidence) -> Finding:
 
 
 @claim("soft.five8", "S3", "the same over 8 gives [0.31, 0.07, 0.30, 0.05, 0.12]")
-def _five8(evidence: Evidence) -> Finding:
+def _five8(evidence: Evidence) -> Verdict:
     claimed = [0.31, 0.07, 0.30, 0.05, 0.12]
     computed, fits = _worked(claimed, [x / 8 for x in (9.2, -3.1, 8.8, -5.4, 1.2)], decimals=2)
-    return Finding(
+    return Verdict(
         row(computed),
         "holds" if fits else "wrong",
-        f"The weights given sum to {sum(claimed):.2f}; weights must sum to 1.",
+        f"The weights are {row(computed, 2)}. The weights given sum to {sum(claimed):.2f}; weights must sum to 1.",
         {"weights": computed.tolist(), "claimed_sum": sum(claimed)},
     )
 
 
 def _mean(quantity: str, d_k: int, n: int, policy: str, evidence: Evidence) -> float:
-    """A mean over the rows that `sqrtdk explain` and `sqrtdk gradients` measure at this size."""
+    """Return a mean over the rows that `sqrtdk explain` and `sqrtdk gradients` measure at this size."""
     sampled = sample_policies(d_k=d_k, n=n, **choose_effort(d_k, n)._asdict(), seed=evidence.seed)
     return sampled[policy].mean(quantity).value
 
 
 def _count_rows(sizes: Iterable[tuple[int, int]]) -> str:
-    """How many rows the sizes (dₖ, n) were measured on."""
+    """Return the range of rows that the sizes (dₖ, n) were measured on."""
     counts = [math.prod(choose_effort(d_k, n)) for d_k, n in sizes]
     return f"{min(counts)} to {max(counts)} rows each"
 
 
 def _name_crossings(ns: Sequence[int]) -> str:
-    """The first dₖ with E Σp² ≥ ½ without scaling, exact at each n, beside its limit for n → ∞."""
+    """Return the first dₖ with E Σp² ≥ ½ without scaling, exact at each n, and its many-key limit."""
     exact = " and ".join(f"dₖ = {theory.concentration_crossing(n)} at n = {n}" for n in ns)
-    limits = " and ".join(f"{theory.unscaled_crossover(n).nearly_one_hot:.1f}" for n in ns)
+    limits = " and ".join(f"{theory.crossover_without_scaling(n).concentrated:.1f}" for n in ns)
     return f"{exact} (limits for many keys, 8 ln n: {limits})"
 
 
 @claim("soft.onehot", "all", "without scaling, large dₖ makes the weights nearly one-hot")
-def _onehot(evidence: Evidence) -> Finding:
+def _onehot(evidence: Evidence) -> Verdict:
     table = {(d, n): _mean("sum_p2", d, n, "none", evidence) for n in (16, 1024) for d in (4, 64, 512)}
     grows = all(table[4, n] < table[64, n] < table[512, n] for n in (16, 1024))
     varies = table[64, 16] - table[64, 1024] > 0.02
     listed = ", ".join(f"dₖ {d}, n {n}: {value:.3f}" for (d, n), value in table.items())
-    return Finding(
+    return Verdict(
         f"E Σp²: {listed} ({_count_rows(table)}, seed {evidence.seed}); E Σp² ≥ ½ from {_name_crossings((16, 1024))}",
         "depends" if grows and varies else ("holds" if grows else "wrong"),
         "Σp² is 1 for one-hot weights and ½ for two equal ones"
-        + ("; how near one-hot they come depends on n as well as on dₖ." if varies else "."),
+        + ("; it depends on n as well as on dₖ." if varies else "."),
         {
             "sum_p2": {f"{d},{n}": value for (d, n), value in table.items()},
             "half_from": {n: theory.concentration_crossing(n) for n in (16, 1024)},
@@ -212,7 +212,7 @@ def _onehot(evidence: Evidence) -> Finding:
 
 
 @claim("soft.uniform", "S1", "dividing by dₖ makes the weights nearly uniform, 1/n each, and attention cannot focus")
-def _uniform(evidence: Evidence) -> Finding:
+def _uniform(evidence: Evidence) -> Verdict:
     n = 1024
     at = {d: _mean("entropy_ratio", d, n, "inverse", evidence) for d in (4, 64, 512)}
     uniform = at[64] > 0.99 and at[512] > 0.99
@@ -221,7 +221,7 @@ def _uniform(evidence: Evidence) -> Finding:
     _, default = scaled_dot_product_attention(q, k, k)
     _, grown = scaled_dot_product_attention(8.0 * q, k, k, scale=1 / 64)
     apart = float(np.abs(default - grown).max())
-    return Finding(
+    return Verdict(
         f"entropy ratio at n = {n}: "
         + ", ".join(f"dₖ {d}: {ratio:.4f}" for d, ratio in at.items())
         + f"; with q grown √dₖ times the weights are those of 1/√dₖ (difference {apart:.0e})",
@@ -242,7 +242,7 @@ def _round_to(x: Array, precision: str) -> Array:
 
 
 def _weights_in(precision: str, q: Array, k: Array, scale: float) -> Array:
-    """Attention weights with every intermediate rounded to a precision, products accumulated wide as hardware does."""
+    """Return attention weights with every intermediate rounded to a precision and products accumulated in float64."""
     scores = _round_to(_round_to(q, precision) @ _round_to(k, precision).T, precision)
     logits = _round_to(scores * scale, precision)
     e = _round_to(np.exp(_round_to(logits - logits.max(axis=-1, keepdims=True), precision)), precision)
@@ -254,14 +254,14 @@ _POWERS = {"none": 0.0, "sqrt": -0.5, "inverse": -1.0}
 
 
 class _RoundingErrors(NamedTuple):
-    """Errors of weights in a precision: the largest relative one of p, and that of p − 1/n in the root mean square."""
+    """Errors of weights in a precision: the largest relative error of p, and the root mean square error of p − 1/n."""
 
     of_weights: float
     of_signal: float
 
 
 def _measure_rounding(precision: str, d_k: int, rng: np.random.Generator) -> dict[str, _RoundingErrors]:
-    """The errors under each scaling, on the same q and k."""
+    """Return the errors under each scaling, on the same q and k."""
     q, k = (_round_to(x, precision) for x in rng.standard_normal((2, _KEYS, d_k)))
     errors = {}
     for name, power in _POWERS.items():
@@ -275,7 +275,7 @@ def _measure_rounding(precision: str, d_k: int, rng: np.random.Generator) -> dic
 
 
 @claim("soft.unstable", "S1", "dividing by dₖ could be numerically unstable in floating point")
-def _unstable(evidence: Evidence) -> Finding:
+def _unstable(evidence: Evidence) -> Verdict:
     rng = np.random.default_rng(evidence.seed)
     precisions = ("float32", "bfloat16", "float16")
     errors = {(name, d): _measure_rounding(name, d, rng) for name in precisions for d in _WIDTHS}
@@ -300,8 +300,8 @@ def _unstable(evidence: Evidence) -> Finding:
     )
     least = "the smallest" if calmest else "not always the smallest"
     most = "the largest" if worst else "not always the largest"
-    verdicts: dict[tuple[bool, bool], Verdict] = {(True, False): "wrong", (False, True): "holds"}
-    return Finding(
+    verdicts: dict[tuple[bool, bool], VerdictName] = {(True, False): "wrong", (False, True): "holds"}
+    return Verdict(
         f"rounding error relative to p − 1/n, n {_KEYS}, dₖ {' / '.join(map(str, _WIDTHS))}: {listed}; largest error "
         f"relative to p: {relative}; seed {evidence.seed}; all finite: {finite}",
         verdicts.get((calmest, worst), "depends") if finite else "depends",
@@ -318,13 +318,13 @@ def _unstable(evidence: Evidence) -> Finding:
 
 
 def _gain(d_k: int, n: int, evidence: Evidence) -> float:
-    """Effective keys with 1/√dₖ over those with no scaling, by which `sqrtdk explain` says whether scaling matters."""
+    """Return effective keys with 1/√dₖ over those with no scaling, by which `sqrtdk explain` judges importance."""
     sqrt, none = (_mean("effective_keys", d_k, n, policy, evidence) for policy in ("sqrt", "none"))
     return sqrt / none
 
 
 @claim("soft.small", "S0, S3", "at small dₖ scaling matters little, at large dₖ it is critical")
-def _small(evidence: Evidence) -> Finding:
+def _small(evidence: Evidence) -> Verdict:
     ns, widths = (16, 1024), (1, 4, 64, 512)
     sizes = [(d, n) for n in ns for d in widths]
     loss = {
@@ -339,13 +339,13 @@ def _small(evidence: Evidence) -> Finding:
     )
     large = all(matters[512, n] == "much" for n in ns)
     small = {matters[4, n] for n in ns}
-    verdict: Verdict = "depends"
+    verdict: VerdictName = "depends"
     if not large or small == {"much"}:
         verdict = "wrong"
     elif small == {"little"}:
         verdict = "holds"
     listed = ", ".join(f"dₖ {d}, n {n}: {gains[d, n]:.3g} ({matters[d, n]})" for d, n in sizes)
-    return Finding(
+    return Verdict(
         f"effective keys with 1/√dₖ over those with no scaling: {listed} ({_count_rows(sizes)}, "
         f"seed {evidence.seed}); E Σp² ≥ ½ from {_name_crossings(ns)}",
         verdict,

@@ -1,1 +1,1 @@
-"""The commands of `sqrtdk`, a module per thing that a user wants."""
+"""Commands of `sqrtdk`, one module per purpose."""

@@ -1,4 +1,4 @@
-"""Commands about models: what the heads of a stored one do, which scale each family uses."""
+"""Commands that diagnose models: the audit of a stored model, and the scale of each model family."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Annotated
 import typer
 
 from sqrtdk.commands.flags import Json, Plot, examples
-from sqrtdk.commands.presenting import draw_figure, present, require_drawable, working
+from sqrtdk.commands.options import naming
+from sqrtdk.commands.results import draw_figure, present, require_drawable, working
 from sqrtdk.errors import InvalidValueError, missing_extra
-from sqrtdk.options import naming
-from sqrtdk.records import read_bounded
+from sqrtdk.records.files import read_bounded
 
 commands = typer.Typer()
 
@@ -22,7 +22,7 @@ _LONGEST_TEXT = 16 * 2**20
 
 
 class FailOn(StrEnum):
-    """From which severity on a finding makes a command fail."""
+    """Least severity of a finding with which a command fails."""
 
     WARNING = "warning"
     ERROR = "error"
@@ -39,26 +39,31 @@ def audit(
     model: Annotated[
         str, typer.Argument(help="A directory with config.json and safetensors, or an installed package with one.")
     ],
-    text: Annotated[Path | None, typer.Option(help="What the model reads; default: a text of sqrtdk's own.")] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="File with the input. Default: an English text that comes with sqrtdk.")
+    ] = None,
     compare: Annotated[
-        str | None, typer.Option(help="Another model, as an earlier checkpoint: what changed since?")
+        str | None, typer.Option(help="Earlier checkpoint, or another model. Changes are MODEL minus this one.")
     ] = None,
     json: Json = False,
-    html: Annotated[Path | None, typer.Option(help="Also write a self-contained page into this file.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Also write a self-contained page to this file.")] = None,
     fail_on: Annotated[
-        FailOn | None, typer.Option(help="Exit with 1 if a finding is at least as severe as this.")
+        FailOn | None, typer.Option(help="Exit with status 1 if a finding is at least this severe.")
     ] = None,
 ) -> None:
-    """What every head of a stored model does, the scale it really uses, and what is wrong. Runs no code of the model's,
-    reads no pickle, asks no network."""
+    """Measure every head of a stored model and the scale of every layer, and list findings with cause and remedy.
+
+    Runs no code that comes with the model, reads no pickle files and needs no network.
+    """
     from sqrtdk.audits import compare as compare_audits
-    from sqrtdk.checkpoints import find_checkpoint
+    from sqrtdk.audits.checkpoints import find_checkpoint
     from sqrtdk.report.files import require_directory
 
     words = None if text is None else _read_text(text)
     names = [model, *([] if compare is None else [compare])]
-    for name in names:
-        find_checkpoint(name)
+    for name, option in zip(names, ("MODEL", "--compare"), strict=False):
+        with naming(option, "MODEL"):
+            find_checkpoint(name)
     if html is not None:
         with naming("--html"):
             require_directory(html)
@@ -66,7 +71,7 @@ def audit(
         if importlib.util.find_spec(package) is None:
             raise missing_extra(package, "hf")
     with working("loading torch and transformers") as bar:
-        from sqrtdk.torch.stored_audit import audit_stored
+        from sqrtdk.torch.models.stored import audit_stored
 
         audits = [audit_stored(name, words, bar.show) for name in names]
     own, comparison = audits[0], None if compare is None else compare_audits(*audits)
@@ -75,11 +80,11 @@ def audit(
 
         print(f"page written to {write_audit_page(own, html, comparison, compare or '')}", file=sys.stderr)
     if json:
-        from sqrtdk.terminal import write_json
+        from sqrtdk.commands.terminal import write_json
 
         write_json(own.as_json() | ({} if comparison is None else {"comparison": comparison.as_json()}))
     else:
-        from sqrtdk.audit_terminal import print_audit
+        from sqrtdk.commands.audit_terminal import print_audit
 
         print_audit(own, comparison, compare or "")
     severe = {None: (), FailOn.ERROR: ("error",), FailOn.WARNING: ("error", "warning")}[fail_on]
@@ -87,33 +92,36 @@ def audit(
         raise typer.Exit(1)
 
 
-@commands.command(epilog=examples("sqrtdk zoo", "sqrtdk zoo --family gpt2 --family t5 --json"))
+@commands.command(epilog=examples("sqrtdk zoo", "sqrtdk zoo --all", "sqrtdk zoo --family gpt2 --family t5 --json"))
 def zoo(
     family: Annotated[
-        list[str] | None, typer.Option(help="Measure this family (model_type) here; may be given several times.")
+        list[str] | None, typer.Option(help="Measure this family (model_type). Repeat the option for several.")
     ] = None,
-    measure: Annotated[
-        bool, typer.Option("--measure", help="Measure every family here (minutes), not only show what was measured.")
+    every: Annotated[
+        bool, typer.Option("--all", help="List every family, including those that use 1/√dₖ or were not measured.")
     ] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure every family now (takes minutes).")] = False,
     store: Annotated[
-        Path | None, typer.Option(help="Directory with a file per family; started again, only the rest is measured.")
+        Path | None,
+        typer.Option(help="Directory with a file per family. A command that is started again measures only the rest."),
     ] = None,
-    workers: Annotated[int | None, typer.Option(help="Processes; default: one per core, two at least.", min=1)] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes. Default: one per core, at least two.", min=1)] = None,
     json: Json = False,
     markdown: Annotated[
         bool, typer.Option("--markdown", help="Print a Markdown table of the families that do not use 1/√dₖ.")
     ] = False,
     plot: Plot = None,
 ) -> None:
-    """The scale that each family of transformers declares and the one its code applies, in small models.
+    """List the Hugging Face model families that do not use 1/√dₖ, with declared and measured scale.
 
-    Without options the record that comes with sqrtdk, with its date and versions; nothing is computed.
+    Each family is measured in a small model of its default configuration. Without --family or --measure the command
+    shows the record that comes with sqrtdk and computes nothing.
     """
     if json and markdown:
         raise InvalidValueError("--json and --markdown exclude each other, got both")
     require_drawable(plot)
     if not family and not measure:
-        from sqrtdk.families import load_zoo
+        from sqrtdk.records.families import load_zoo
 
         record = load_zoo()
     else:
@@ -126,14 +134,18 @@ def zoo(
                 store=store,
                 on_family=lambda name, done, total: bar.show(f"measured {name}, {done} of {total}", done / total),
             )
-    if markdown:
-        from sqrtdk import terminal
-        from sqrtdk.families import UNUSUAL_COLUMNS, list_unusual
-
-        print(terminal.markdown_table(list_unusual(record), UNUSUAL_COLUMNS))
-        draw_figure(record, plot)
+    if json or ((every or family) and not markdown):
+        present(record, json, plot)
         return
-    present(record, json, plot)
+    from sqrtdk.commands import terminal
+    from sqrtdk.records.families import UNUSUAL_COLUMNS, list_unusual
+
+    draw_figure(record, plot)
+    if markdown:
+        print(terminal.markdown_table(list_unusual(record), UNUSUAL_COLUMNS))
+        return
+    terminal.print_table(list_unusual(record), UNUSUAL_COLUMNS)
+    terminal.print_sentences([*record.reading, "`sqrtdk zoo --all` lists every family."])
 
 
 def _read_text(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Commands for trying scales: the policies there are, and training with each of them."""
+"""Commands for experiments: the training ablation, and the list of scaling policies."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import typer
 
 from sqrtdk import scales
 from sqrtdk.commands.flags import Json, Plot, Store, Workers, examples
-from sqrtdk.commands.presenting import present, require_drawable
-from sqrtdk.options import read_names, read_numbers
-from sqrtdk.progress import follow, progress_bar
-from sqrtdk.records import Record
+from sqrtdk.commands.options import read_names, read_numbers
+from sqrtdk.commands.results import present, require_drawable
+from sqrtdk.records.record import Record
+from sqrtdk.show.progress import follow, progress_bar
 
 commands = typer.Typer()
 
@@ -23,40 +23,48 @@ commands = typer.Typer()
     )
 )
 def ablate(
-    task: Annotated[str, typer.Option(help="recall (associative recall) or text (next character).")] = "recall",
+    task: Annotated[str, typer.Option(help="Task: recall (associative recall) or text (next character).")] = "recall",
     scale: Annotated[
         str,
         typer.Option(
-            help="Policies, separated by commas: none,sqrt,fixed:10 … and those that learn: learned (a temperature per "
-            "head), query, position (a temperature per query), qk_norm (its gain; qk_norm:1 has a fixed one)."
+            help="Policies, separated by commas: none (no scaling), sqrt, inverse, fixed:10 … Policies that learn: "
+            "learned (a temperature per head), query and position (a temperature per query), qk_norm (a gain; "
+            "qk_norm:1 has a fixed gain)."
         ),
     ] = "none,sqrt,inverse",
-    d_k: Annotated[str, typer.Option(help="Sizes dₖ, separated by commas.")] = "64",
+    d_k: Annotated[str, typer.Option(help="Lengths dₖ of queries and keys, separated by commas.")] = "64",
     seeds: Annotated[int, typer.Option(help="Seeds per setting.", min=1)] = 8,
     steps: Annotated[int, typer.Option(help="Training steps per run.", min=1)] = 600,
     lr: Annotated[
-        str, typer.Option(help="Learning rates; of several each setting has the one that is best on other seeds.")
+        str, typer.Option(help="Learning rates. Each setting uses the rate that is best for it on other seeds.")
     ] = "1e-3",
     selection: Annotated[int, typer.Option(help="Seeds that choose among several learning rates.", min=1)] = 4,
-    init: Annotated[str, typer.Option(help="unit, torch, xavier, absorbed or grown, separated by commas.")] = "unit",
+    init: Annotated[
+        str,
+        typer.Option(
+            help="Initialisations of W_q and W_k, separated by commas: unit, torch, xavier, rescaled "
+            "(unit × dₖ^−¼), grown (unit × dₖ^¼)."
+        ),
+    ] = "unit",
     control: Annotated[
         bool,
         typer.Option(
             "--control",
-            help="Add the controls: no scale with the start of 1/√dₖ, with its step, with both; 1/dₖ with its start.",
+            help="Add controls: no scaling with rescaled init, with rescaled step and with both; 1/dₖ with "
+            "rescaled init. A rescaled init gives the initial scores of 1/√dₖ.",
         ),
     ] = False,
     heads: Annotated[int, typer.Option(help="Attention heads.", min=1)] = 1,
-    layers: Annotated[int, typer.Option(help="Blocks.", min=1)] = 2,
-    d_model: Annotated[int, typer.Option(help="Width.", min=1)] = 64,
+    layers: Annotated[int, typer.Option(help="Transformer blocks.", min=1)] = 2,
+    d_model: Annotated[int, typer.Option(help="Width of the model.", min=1)] = 64,
     batch: Annotated[int, typer.Option(help="Sequences per step.", min=1)] = 16,
     store: Store = None,
     workers: Workers = None,
     json: Json = False,
-    curves: Annotated[bool, typer.Option("--curves", help="With --json: the learning curves too.")] = False,
+    curves: Annotated[bool, typer.Option("--curves", help="With --json: include the learning curves.")] = False,
     plot: Plot = None,
 ) -> None:
-    """Exercise 3: train with and without scaling and compare learning, with seeds, controls and paired tests."""
+    """Exercise 3: train with and without scaling, with seeds, controls and paired tests."""
     from sqrtdk import lab
 
     spec = lab.AblationSpec(
@@ -82,7 +90,7 @@ def ablate(
 
 @commands.command(name="scales", epilog=examples("sqrtdk scales", "sqrtdk scales --json"))
 def list_scales(json: Json = False) -> None:
-    """The scaling policies: name, formula, source; and those that learn, with their module in sqrtdk.torch.nn."""
+    """List the scaling policies with formula and source, and the policies that learn with their module."""
     fixed = [scales.policy_type(name) for name in scales.names()]
     rows = [{"name": one.name, "formula": one.formula, "source": one.source, "module": None} for one in fixed]
     rows += [

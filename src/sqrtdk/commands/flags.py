@@ -1,4 +1,4 @@
-"""Options that several commands have, and how the help shows examples."""
+"""Options that several commands share, and the examples at the end of a help text."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Annotated
 import typer
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout instead of tables.")]
-Plot = Annotated[Path | None, typer.Option(help="Also draw the figure into this .png, .svg or .html file.")]
+Plot = Annotated[Path | None, typer.Option(help="Also write the figure to this .png, .svg or .html file.")]
 Seed = Annotated[int, typer.Option(help="Seed of the random numbers.", min=0)]
 Store = Annotated[
     Path | None,
-    typer.Option(help="SQLite file that keeps finished training runs; started again, only the rest is trained."),
+    typer.Option(help="SQLite file for finished training runs. A command that is started again trains only the rest."),
 ]
-Workers = Annotated[int | None, typer.Option(help="Training processes; default: one per core.", min=1)]
+Workers = Annotated[int | None, typer.Option(help="Training processes. Default: one per core.", min=1)]
 
 
 def examples(*lines: str) -> str:
-    """The end of a command's help: lines that can be typed.
+    """Write the examples at the end of a command's help.
 
     >>> examples("sqrtdk info")
     'Examples:\\n\\nsqrtdk info'

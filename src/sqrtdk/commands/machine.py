@@ -1,4 +1,4 @@
-"""The command about this machine: what computes attention here."""
+"""Command that lists the backends of this machine."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import typer
 
 from sqrtdk import backends
 from sqrtdk.commands.flags import Json, examples
-from sqrtdk.commands.presenting import present
-from sqrtdk.display import count
-from sqrtdk.records import Record, cpu_name, versions
+from sqrtdk.commands.results import present
+from sqrtdk.records.record import Record, cpu_name, versions
+from sqrtdk.show.table import count
 
 commands = typer.Typer()
 
 
 @commands.command(epilog=examples("sqrtdk info", "sqrtdk info --json"))
 def info(json: Json = False) -> None:
-    """What computes attention here: the backends, which one is in use, threads, versions and CPU."""
+    """List the backends of this machine, the one in use, threads, versions and CPU."""
     listed, used, threads = backends.list(), backends.current(), backends.threads()
     rows = [
         {"name": one.name, "runs_here": one.runs_here, "in_use": one.name == used, "about": one.why_not or one.about}

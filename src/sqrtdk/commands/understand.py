@@ -1,4 +1,4 @@
-"""Commands that answer why: the claims of the texts, the exercises, what scales do at a size."""
+"""Commands that explain the scale: the claims of the four sources, the exercises, and scales at one size."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import typer
 
 from sqrtdk import exercises
 from sqrtdk.commands.flags import Json, Plot, Seed, Store, Workers, examples
-from sqrtdk.commands.presenting import gathering, present, require_drawable, working
+from sqrtdk.commands.options import read_numbers
+from sqrtdk.commands.results import gathering, present, require_drawable, working
 from sqrtdk.errors import InvalidValueError
-from sqrtdk.options import read_numbers
-from sqrtdk.records import Record
+from sqrtdk.records.record import Record
 
 commands = typer.Typer()
 
-Sizes = Annotated[str, typer.Option(help="Sizes dₖ, separated by commas.")]
+Sizes = Annotated[str, typer.Option(help="Lengths dₖ of queries and keys, separated by commas.")]
 KeyCounts = Annotated[str, typer.Option(help="Numbers of keys, separated by commas.")]
 
 
@@ -27,15 +27,15 @@ def explain(
     n: Annotated[int, typer.Option(help="Keys per query.")] = 1024,
     audit: Annotated[
         Path | None,
-        typer.Option(help="JSON of `sqrtdk audit --json`: say what makes the scores of its heads large instead."),
+        typer.Option(help="Explain the scores of an audited model instead: a file from `sqrtdk audit --json`."),
     ] = None,
     seed: Seed = 0,
     json: Json = False,
     plot: Plot = None,
 ) -> None:
-    """What no scaling, 1/√dₖ and 1/dₖ do at this size: predicted beside measured.
+    """Compare no scaling, 1/√dₖ and 1/dₖ at one size, measured and predicted.
 
-    With --audit it says what makes the scores of each head of a real model as large as they are.
+    With --audit, explain why the scores of each head in an audited model are as large as they are.
     """
     if audit is not None:
         from sqrtdk.audits import read_audit
@@ -50,10 +50,14 @@ def explain(
     present(record, json, plot)
 
 
-@commands.command(epilog=examples("sqrtdk claims soft grad.vanish --markdown", "sqrtdk claims --no-training --json"))
+@commands.command(
+    epilog=examples(
+        "sqrtdk claims --list", "sqrtdk claims soft grad.vanish --markdown", "sqrtdk claims --no-training --json"
+    )
+)
 def claims(
     ids: Annotated[
-        list[str] | None, typer.Argument(help="Claims or groups (op, var, soft, grad, scale); none: all.")
+        list[str] | None, typer.Argument(help="Claim ids or groups (op, var, soft, grad, scale). Default: all claims.")
     ] = None,
     seed: Seed = 0,
     seeds: Annotated[int, typer.Option(help="Training runs per setting for the claims about learning.", min=1)] = 8,
@@ -61,18 +65,30 @@ def claims(
     store: Store = None,
     workers: Workers = None,
     training: Annotated[
-        bool, typer.Option("--training/--no-training", help="Check the claims that train models (torch, minutes) too.")
+        bool,
+        typer.Option(
+            "--training/--no-training", help="Also check the claims that train models (needs torch, takes minutes)."
+        ),
     ] = True,
     json: Json = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
+    list_only: Annotated[bool, typer.Option("--list", help="List the claims without checking them.")] = False,
 ) -> None:
-    """Check every claim of the four texts by computation: claimed, computed, verdict, why."""
-    from sqrtdk import terminal
-    from sqrtdk.claims import check_claims, name_sources
+    """Check every claim of the four sources by computation: claim, computed value, verdict and reason."""
+    from sqrtdk.claims import check_claims, choose_claims, name_sources
+    from sqrtdk.commands import terminal
     from sqrtdk.report.kinds import CLAIM_COLUMNS
 
     if json and markdown:
         raise InvalidValueError("--json and --markdown exclude each other, got both")
+    if list_only:
+        chosen = choose_claims(ids, training=training)
+        rows = [{"id": claim.id, "source": claim.source, "claimed": claim.claimed} for claim in chosen]
+        if markdown:
+            print(terminal.markdown_table(rows, list(rows[0])))
+        else:
+            present(Record(kind="claim list", spec={}, tables={"claims": rows}), json, None)
+        return
     with gathering(seed, seeds, steps, store, workers) as (evidence, bar):
         record = check_claims(
             ids,
@@ -87,6 +103,25 @@ def claims(
     present(record, json, None)
 
 
+@commands.command(epilog=examples("sqrtdk reproduce --list", "sqrtdk reproduce ssmax critical-scaling --json"))
+def reproduce(
+    names: Annotated[list[str] | None, typer.Argument(help="Names from --list. Default: all.")] = None,
+    seed: Seed = 0,
+    json: Json = False,
+    list_only: Annotated[bool, typer.Option("--list", help="List results, sources and expectations.")] = False,
+) -> None:
+    """Compute published results about attention's scale again, and compare each with what it was expected to give."""
+    from sqrtdk.reproductions import list_expectations
+    from sqrtdk.reproductions import reproduce as compute
+
+    if list_only:
+        present(list_expectations(names), json, None)
+        return
+    with working("reproducing") as bar:
+        record = compute(names, seed, on_start=lambda name, share: bar.show(f"reproducing {name}", share))
+    present(record, json, None)
+
+
 @commands.command(epilog=examples("sqrtdk variance", "sqrtdk variance --d-k 4,64,512 --plot variance.png"))
 def variance(
     d_k: Sizes = "4,64,512",
@@ -95,22 +130,22 @@ def variance(
     json: Json = False,
     plot: Plot = None,
 ) -> None:
-    """Exercise 1: the standard deviation of unscaled scores at any dₖ, and after dividing by √dₖ and dₖ."""
+    """Exercise 1: measure the standard deviation of q·k with no scaling, with 1/√dₖ and with 1/dₖ."""
     require_drawable(plot)
-    with working("drawing q and k"):
+    with working("sampling q and k"):
         record = exercises.variance(read_numbers("--d-k", d_k, int), samples, seed)
     present(record, json, plot)
 
 
 @commands.command(epilog=examples("sqrtdk saturation", "sqrtdk saturation --largest 10 --plot saturation.svg"))
 def saturation(
-    largest: Annotated[float, typer.Option(help="Sweep x from 0 to here.")] = 10.0,
-    zeros: Annotated[int, typer.Option(help="How many zeros stand beside x.")] = 3,
-    share: Annotated[float, typer.Option(help="Saturated: this share of the Jacobian's trace is left.")] = 0.05,
+    largest: Annotated[float, typer.Option(help="Largest x of the sweep, which starts at 0.")] = 10.0,
+    zeros: Annotated[int, typer.Option(help="Number of zeros beside x.")] = 3,
+    share: Annotated[float, typer.Option(help="Share of the Jacobian trace that is left at saturation.")] = 0.05,
     json: Json = False,
     plot: Plot = None,
 ) -> None:
-    """Exercise 2: softmax([x, 0, 0, 0]) for x from 0 to 10; where does it saturate?"""
+    """Exercise 2: find where softmax([x, 0, 0, 0]) saturates as x grows from 0 to 10."""
     require_drawable(plot)
     record = exercises.saturation(largest=largest, zeros=zeros, share=share)
     present(record, json, plot)
@@ -125,7 +160,7 @@ def temperature(
     json: Json = False,
     plot: Plot = None,
 ) -> None:
-    """Exercise 4: τ = ½, 1, 2 × √dₖ: patterns side by side, entropy, saturation index, gradients."""
+    """Exercise 4: compare τ = ½, 1 and 2 × √dₖ by attention pattern, entropy, saturation index and gradients."""
     require_drawable(plot)
     with working("measuring attention at each temperature"):
         record = exercises.temperature(d_k=d_k, n=n, relatives=read_numbers("--relative", relative, float), seed=seed)
@@ -140,26 +175,26 @@ def gradients(
     json: Json = False,
     plot: Plot = None,
 ) -> None:
-    """Exercise 5: ∂softmax/∂input for uniform and peaked rows, and how large gradients are over dₖ × n."""
+    """Exercise 5: measure the softmax Jacobian of uniform and peaked rows, and gradients over dₖ × n."""
     require_drawable(plot)
     present(_measure_sizes(exercises.gradients, "measuring gradients", d_k, n, seed), json, plot)
 
 
-@commands.command(epilog=examples("sqrtdk condensation --d-k 1,8,64,512 --n 1024 --plot condensation.png"))
-def condensation(
+@commands.command(epilog=examples("sqrtdk concentration --d-k 1,8,64,512 --n 1024 --plot concentration.png"))
+def concentration(
     d_k: Sizes = "1,4,8,16,32,64,128,256,512",
     n: KeyCounts = "16,1024",
     seed: Seed = 0,
     json: Json = False,
     plot: Plot = None,
 ) -> None:
-    """How many keys a query attends to as dₖ grows, without scaling, with 1/√dₖ and 1/dₖ: the answer in one picture."""
+    """Count the keys that a query attends to as dₖ grows, with no scaling, with 1/√dₖ and with 1/dₖ."""
     require_drawable(plot)
-    present(_measure_sizes(exercises.condensation, "measuring attention", d_k, n, seed), json, plot)
+    present(_measure_sizes(exercises.concentration, "measuring attention", d_k, n, seed), json, plot)
 
 
 def _measure_sizes(exercise: Callable[..., Record], doing: str, d_k: str, n: str, seed: int) -> Record:
-    """The exercise at every size dₖ and number of keys n, showing at which it is."""
+    """Run an exercise at every dₖ and n, and show progress."""
     with working(doing) as bar:
         return exercise(
             d_ks=read_numbers("--d-k", d_k, int),

@@ -1,4 +1,4 @@
-"""Means and quantiles of random rows with intervals that hold the truth in 95 of 100 seeds."""
+"""Means and quantiles of random rows, with intervals that contain the true value in 95 of 100 seeds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Estimate(NamedTuple):
     high: float
 
     def holds(self, truth: float) -> bool:
-        """Whether the interval contains a value."""
+        """Return whether the interval contains a value."""
         return self.low <= truth <= self.high
 
 
@@ -30,8 +30,8 @@ def estimate_mean(values: npt.ArrayLike) -> Estimate:
     """Return the mean of independent values with its 95% interval: the outer ends of Student's and of Hall's (1992).
 
     With T = (mean − truth)·√m/s, skewness γ and a = γ/(3√m), Hall's T + aT² + a²T³/3 + γ/(6√m) is close to Student's t
-    where T itself is not: his interval is longer on the side of the tail, and shorter on the other. A tail of which the
-    values hold only a few leaves γ too small, so that the shorter side is not taken.
+    where T itself is not. Hall's interval is longer on the side of the tail and shorter on the other. The shorter side
+    is not used, because γ comes out too small where the values contain only a few of the tail.
     Equal values give an interval of length 0.
 
     >>> estimate_mean([1.0] * 8)
@@ -48,10 +48,10 @@ def estimate_mean(values: npt.ArrayLike) -> Estimate:
 
 
 def estimate_quantile(values: Array, share: float) -> Estimate:
-    """Return a quantile of rows `[draws, queries]` with its 95% interval over draws (Woodruff 1952).
+    """Return a quantile of rows `[samples, queries]` with its 95% interval over samples (Woodruff 1952).
 
-    Draws are independent, the rows of one draw are not. The share of rows below the quantile therefore gets its
-    standard error from the shares of the draws; the ends are the quantiles at `share` ± Student's t times that error.
+    Samples are independent, the rows of one sample are not. The share of rows below the quantile therefore gets its
+    standard error from the shares of the samples; the ends are the quantiles at `share` ± Student's t times that error.
 
     >>> estimate_quantile(np.arange(80.0).reshape(8, 10).T, 0.5).value
     39.5
@@ -73,14 +73,14 @@ class JointMiss(NamedTuple):
 
 
 def judge_jointly(values: Array, predictions: npt.ArrayLike) -> JointMiss:
-    """Judge several predictions at once whose measurements share their draws.
+    """Judge several predictions at once whose measurements share their samples.
 
     Each distance is the smaller of T and Hall's corrected T, as for `estimate_mean`. The probability that the largest
     of them is at least as large as measured, if every prediction is exact, comes from normal numbers with the
-    correlations of the draws, divided as Student's t is; they are simulated from a fixed seed.
+    correlations of the samples, divided as Student's t is; they are simulated from a fixed seed.
 
     Args:
-        values: independent measurements `[draws, quantities]`.
+        values: independent measurements `[samples, quantities]`.
         predictions: the predicted means `[quantities]`.
 
     >>> x = np.random.default_rng(0).standard_normal((64, 3))
@@ -96,7 +96,7 @@ def judge_jointly(values: Array, predictions: npt.ArrayLike) -> JointMiss:
     t = distance / np.where(certain, 1.0, error)
     a = skewness / (3.0 * math.sqrt(len(values)))
     largest = float(np.minimum(np.abs(t), np.abs(t + a * t**2 + a**2 * t**3 / 3.0 + 0.5 * a)).max())
-    # Normal numbers times this triangle have the correlations of the draws, whatever their rank.
+    # Normal numbers times this triangle have the correlations of the samples, whatever their rank.
     triangle = np.linalg.qr((values - mean) / np.where(certain, 1.0, error * math.sqrt(len(values) * freedom)), "r")
     rng = np.random.default_rng(0)
     simulated = rng.standard_normal((_SIMULATED, len(triangle))) @ triangle
@@ -105,7 +105,7 @@ def judge_jointly(values: Array, predictions: npt.ArrayLike) -> JointMiss:
 
 
 def _standardise(values: Array) -> tuple[Array, Array, Array]:
-    """The mean, its standard error and the skewness of each column."""
+    """Return the mean, its standard error and the skewness of each column."""
     mean = values.mean(axis=0)
     deviation = values - mean
     spread = np.sqrt((deviation**2).mean(axis=0))
@@ -114,7 +114,7 @@ def _standardise(values: Array) -> tuple[Array, Array, Array]:
 
 
 def _unbend(y: float, skewness: float, count: int) -> float:
-    """The T at which T + aT² + a²T³/3 + γ/(6√m) is y: a cubic in 1 + aT."""
+    """Return the T at which T + aT² + a²T³/3 + γ/(6√m) is y, a cubic in 1 + aT."""
     a = skewness / (3.0 * math.sqrt(count))
     return y if abs(a) < 1e-9 else (math.cbrt(1.0 + 3.0 * a * (y - 0.5 * a)) - 1.0) / a
 

@@ -1,4 +1,4 @@
-"""Exercise 5: the softmax Jacobian of uniform and peaked rows, and how large gradients are over dₖ and n."""
+"""Exercise 5: the softmax Jacobian of uniform and peaked rows, and the size of gradients over dₖ and n."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any
 
 import numpy as np
 
-from sqrtdk import theory
+from sqrtdk import checks, theory
 from sqrtdk.exercises.estimates import estimate_quantile
 from sqrtdk.exercises.gaussian_rows import (
     BUDGET,
     POLICIES,
     SampledRows,
     choose_effort,
-    require_count,
     require_counts,
     sample_policies,
 )
-from sqrtdk.records import Record
+from sqrtdk.records.record import Record
+from sqrtdk.wording.numbers import write_number, write_percent, write_range
 
-# The two rows of the texts, and one as peaked as unscaled attention at dₖ = 512 usually is.
+# Two rows of the sources between a uniform row and one as peaked as attention without scaling at dₖ = 512 usually is.
 _EXAMPLES = {
     "uniform": (0.25, 0.25, 0.25, 0.25),
     "mild": (0.3, 0.3, 0.2, 0.2),
@@ -36,21 +36,22 @@ def gradients(
     seed: int = 0,
     on_size: Callable[[str, float], None] | None = None,
 ) -> Record:
-    """Show ∂softmax/∂input for uniform to one-hot rows, and measure gradients over dₖ × n for none, √dₖ and dₖ.
+    """Show ∂softmax/∂input for uniform to one-hot rows, and measure gradients over dₖ × n under the three policies.
 
     q, k, v (dᵥ = dₖ) and the gradient at the output have independent standard normal entries.
 
     Args:
         d_ks: the sizes dₖ.
         ns: the numbers of keys n.
-        budget: weights to measure per cell: a cell has budget/n rows, from 512 to 4096; small dₖ or n take more.
-        seed: of the random numbers; those of one cell do not depend on the other cells.
-        on_size: called before each size with its name and the share that is done.
+        budget: weights to measure per size. A size has budget/n rows, from 512 to 4096; small dₖ or n have more.
+        seed: seed of the random numbers. The numbers of one size do not depend on the other sizes.
+        on_size: called before each size with its name and the finished share.
 
     Returns:
-        A record with the tables ``jacobians`` and ``vanish``: mean, median and 5th percentile over rows of 1 − Σp²,
-        ‖J‖_F and ‖∂loss/∂q‖, 95% intervals of the gradient's mean and 5th percentile, and the share of
-        Σ‖∂loss/∂q‖² that the twentieth of the rows with the largest gradients holds (0.05 if all were equal).
+        A record with two tables. ``jacobians`` has one row per example of weights. ``vanish`` has one row per size and
+        policy: mean, median and 5th percentile over rows of 1 − Σp², ‖J‖_F and ‖∂loss/∂q‖, 95% intervals of the
+        gradient's mean and 5th percentile, and the share of Σ‖∂loss/∂q‖² in the twentieth of the rows with the largest
+        gradients (0.05 if all were equal).
 
     >>> rows = gradients(d_ks=(64,), ns=(16,)).tables["vanish"]
     >>> [row["scale"] for row in rows]
@@ -58,7 +59,7 @@ def gradients(
     """
     require_counts("d_ks", d_ks, 1)
     require_counts("ns", ns, 2)
-    require_count("budget", budget, 1)
+    checks.integer("budget", budget, 1)
     rows: list[dict[str, Any]] = []
     sizes = [(int(d_k), int(n)) for d_k in d_ks for n in ns]
     for index, (d_k, n) in enumerate(sizes):
@@ -129,33 +130,28 @@ def _read(jacobians: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]], s
     most_uneven = max(places, key=lambda at: cells[*at, "none"]["top_share"])
     none, sqrt = cells[*most_uneven, "none"], cells[*most_uneven, "sqrt"]
     return {
-        "jacobians": f"The Jacobian's trace goes from {first['jacobian_trace']:.3g} ({first['name']}) to "
-        f"{last['jacobian_trace']:.2g} "
-        f"({last['name']}) and its largest entry from {first['largest_entry']:.3g} to {last['largest_entry']:.2g}.",
+        "jacobians": f"From the {first['name']} to the {last['name']} example the Jacobian trace falls from "
+        f"{write_number(first['jacobian_trace'], 3)} to {write_number(last['jacobian_trace'], 2)}, and its largest "
+        f"entry from {write_number(first['largest_entry'], 3)} to {write_number(last['largest_entry'], 2)}.",
         "traces": f"Without scaling the mean of 1 − Σp² is below that of 1/√dₖ in {len(trace_falls)} of {len(places)} "
-        f"sizes{', as the texts say' if len(trace_falls) == len(places) else '; the texts say in all'}.",
+        f"sizes{', as the sources say' if len(trace_falls) == len(places) else '; the sources say in all sizes'}.",
         "means": f"The mean gradient of the queries{', however,' if larger else ''} is larger without scaling than "
-        f"with 1/√dₖ in {len(larger)} of {len(places)} sizes, its median smaller in "
-        f"{len(lower_half)}{_list_places(lower_half)}; 1/dₖ has the smallest mean in {len(smallest)}.",
+        f"with 1/√dₖ in {len(larger)} of {len(places)} sizes. The median gradient is smaller in {len(lower_half)} of "
+        f"{len(places)} sizes{_list_places(lower_half)}. 1/dₖ has the smallest mean gradient in {len(smallest)} of "
+        f"{len(places)} sizes.",
         "unevenness": f"{_name_unevenness(none, sqrt)}: at dₖ = {most_uneven[0]}, n = {most_uneven[1]} a "
-        f"twentieth of the rows holds {100 * none['top_share']:.0f} % of the squared gradient (with 1/√dₖ "
-        f"{100 * sqrt['top_share']:.0f} %), the median row has "
-        f"{none['grad_q_median']:.2g} against a mean of {none['grad_q_mean']:.2g}, and the 5th percentile is "
-        f"{none['grad_q_p5']:.1g} "
-        f"(95% interval {none['grad_q_p5_low']:.1g} to {none['grad_q_p5_high']:.1g}).",
-        "samples": f"{_name_range([row['rows'] for row in rows])} rows per cell, seed {seed}; "
-        "intervals are 95% over independent draws.",
+        f"twentieth of the rows holds {write_percent(none['top_share'])} of the squared gradient without scaling, and "
+        f"{write_percent(sqrt['top_share'])} with 1/√dₖ. Without scaling the median gradient is "
+        f"{none['grad_q_median']:.2g}, the mean {none['grad_q_mean']:.2g} and the 5th percentile "
+        f"{none['grad_q_p5']:.1g} (95% interval {none['grad_q_p5_low']:.1g} to {none['grad_q_p5_high']:.1g}).",
+        "samples": f"Each size has {write_range(row['rows'] for row in rows)} rows, seed {seed}; 95% intervals are "
+        "over independent samples.",
     }
 
 
 def _name_unevenness(none: dict[str, Any], sqrt: dict[str, Any]) -> str:
     more = "more uneven" if none["top_share"] > sqrt["top_share"] else "not more uneven"
-    return f"Unscaled gradients are {more} than with 1/√dₖ"
-
-
-def _name_range(counts: Sequence[int]) -> str:
-    least, most = min(counts), max(counts)
-    return str(least) if least == most else f"{least} to {most}"
+    return f"Without scaling gradients are {more} than with 1/√dₖ"
 
 
 def _list_places(places: Sequence[tuple[int, int]]) -> str:

@@ -1,4 +1,4 @@
-"""Exercise 2: softmax([x, 0, 0, 0]) for growing x, and the point from which it counts as saturated."""
+"""Exercise 2: softmax([x, 0, 0, 0]) for growing x, and the point at which it saturates."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from typing import Any
 
 import numpy as np
 
+from sqrtdk import checks
 from sqrtdk.errors import InvalidValueError
-from sqrtdk.exercises.gaussian_rows import require_count
-from sqrtdk.records import Record
+from sqrtdk.records.record import Record
 
 _WHY = (
-    "training moves the scores through the softmax Jacobian, and its trace 1 − Σp² adds up how far every weight still "
-    "answers to its own score, without singling one out"
+    "training moves the scores through the softmax Jacobian, and its trace 1 − Σp² adds up how strongly every weight "
+    "still responds to its own score"
 )
 
-_MOST_ZEROS = 10**6  # float32's sum of them is taken one by one, as a softmax would
+_MOST_ZEROS = 10**6  # float32 adds them one by one, as a softmax would
 
 
 def saturation(largest: float = 10.0, points: int = 101, zeros: int = 3, share: float = 0.05) -> Record:
     """Follow softmax([x, 0, …, 0]) for x from 0 to `largest` and find where it saturates.
 
-    Saturated means here: the Jacobian's trace 1 − Σp² has fallen to `share` of its largest value, the one at x = 0.
-    Other definitions in use are solved for beside it. All points come from bisection on the definition itself.
+    Saturated means that the Jacobian trace 1 − Σp² has fallen to `share` of its value at x = 0, its largest. Other
+    definitions in use are solved as well. Each point comes from bisection on the definition itself.
 
     Args:
         largest: the end of the sweep.
-        points: how many x from 0 to `largest`, ends included.
-        zeros: how many zeros stand beside x.
-        share: how little must be left, between 0 and 1.
+        points: number of x from 0 to `largest`, ends included.
+        zeros: number of zeros beside x.
+        share: share of the trace that is left at saturation, between 0 and 1.
 
     Returns:
         A record with the tables ``points`` (definition, x, the weights there) and ``sweep``.
@@ -39,12 +39,9 @@ def saturation(largest: float = 10.0, points: int = 101, zeros: int = 3, share: 
     >>> [round(row["x"], 3) for row in record.tables["points"] if row["main"]]
     [5.043]
     """
-    if not (math.isfinite(largest) and largest > 0):
-        raise InvalidValueError("largest", f"must be positive and finite, got {largest}")
-    require_count("points", points, 2)
-    require_count("zeros", zeros, 1)
-    if zeros > _MOST_ZEROS:
-        raise InvalidValueError("zeros", f"must not exceed {_MOST_ZEROS}, got {zeros}")
+    checks.number("largest", largest, above=0.0)
+    checks.integer("points", points, 2)
+    checks.integer("zeros", zeros, 1, _MOST_ZEROS)
     if not 0 < share < 1:
         raise InvalidValueError("share", f"must lie between 0 and 1, got {share}")
     grid = np.linspace(0.0, largest, points)
@@ -84,10 +81,10 @@ def _describe(x: float, zeros: int) -> dict[str, float]:
 
 def _solve_definitions(zeros: int, share: float) -> list[dict[str, Any]]:
     full_trace = zeros / (zeros + 1.0)
-    percent = f"{100 * share:g} %"
+    percent = f"{100 * share:g}%"
     definitions: list[tuple[str, Callable[[float], bool]]] = [
         (
-            f"trace 1 − Σp² down to {percent} of its largest",
+            f"Jacobian trace 1 − Σp² down to {percent} of its largest",
             lambda x: _describe(x, zeros)["jacobian_trace"] <= share * full_trace,
         ),
         (
@@ -102,11 +99,11 @@ def _solve_definitions(zeros: int, share: float) -> list[dict[str, Any]]:
             lambda x: _describe(x, zeros)["entropy_ratio"] <= share,
         ),
         (
-            f"slope p(1 − p) of the largest weight down to {percent} of its largest, ¼",
-            # The slope rises until p = ½ at x = ln(zeros); only the fall after it is saturation.
+            f"derivative p(1 − p) of the largest weight down to {percent} of its largest, ¼",
+            # The derivative rises until p = ½ at x = ln(zeros); only the fall after it is saturation.
             lambda x: x > math.log(zeros) and _describe(x, zeros)["slope"] <= share / 4.0,
         ),
-        ("float32 rounds the largest weight to 1, so that its slope p(1 − p) is exactly 0", _is_one_hot(zeros)),
+        ("float32 rounds the largest weight to 1, so that its derivative p(1 − p) is exactly 0", _is_one_hot(zeros)),
     ]
     return [
         {"definition": text, "x": x, **_weights_at(x, zeros), "main": index == 0}
@@ -150,10 +147,9 @@ def _read(solutions: list[dict[str, Any]], zeros: int, share: float, largest: fl
     single = solutions[-1]["x"]
     when = "only from" if single > max(main["x"], *others) else "already from" if single < main["x"] else "from"
     return {
-        "point": f"softmax([{shown}]) saturates at x = {main['x']:.3f}, {where} the sweep: there the trace 1 − Σp² is "
-        f"{100 * share:g} % "
-        f"of its value at x = 0 and the largest weight is {weight}.",
+        "point": f"softmax([{shown}]) saturates at x = {main['x']:.3f}, {where} the sweep. There the Jacobian trace "
+        f"1 − Σp² is {100 * share:g}% of its value at x = 0, and the largest weight is {weight}.",
         "why": f"Why this definition: {_WHY}.",
-        "other definitions": f"The other definitions with the same share put the point between "
-        f"{min(others):.2f} and {max(others):.2f}; float32 rounds the largest weight to 1 {when} x = {single:.1f} on.",
+        "other definitions": f"Other definitions with the same share place the point between x = "
+        f"{min(others):.2f} and {max(others):.2f}. float32 rounds the largest weight to 1 {when} x = {single:.1f} on.",
     }

@@ -1,4 +1,4 @@
-"""Spread of the scores of real heads, split into width, lengths, what differs between keys, and alignment."""
+"""Spread of the scores of real heads, split into width, lengths, differences between keys, and alignment."""
 
 from __future__ import annotations
 
@@ -6,24 +6,18 @@ import math
 from typing import Any
 
 from sqrtdk.audits import Audit
-from sqrtdk.audits.reading import describe_spread
-from sqrtdk.display import name_layer
+from sqrtdk.audits.sentences import describe_spread
 from sqrtdk.errors import InvalidValueError
-from sqrtdk.records import Record
-
-_FACTORS = {
-    "width": "width (scale·√dₖ)",
-    "length": "the lengths of q and k",
-    "distinct": "what differs between keys",
-    "alignment": "alignment",
-}
+from sqrtdk.records.record import Record
+from sqrtdk.show.table import name_layer
+from sqrtdk.wording.quantities import SPREAD_FACTORS
 
 
 def spread(audit: Audit) -> Record:
-    """Say what makes the scores of each head of an audited model as large as they are.
+    """Explain why the scores of each head in an audited model are as large as they are.
 
     σ = |scale|·√dₖ · √(E‖q‖²/dₖ·E‖k‖²/dₖ) · √(share of ‖k‖² that differs between keys) · √alignment, as in
-    `sqrtdk.causes.CauseSplit.parts`; for independent standard normal q and k all but the first are 1.
+    `sqrtdk.diagnosis.score_size.CauseSplit.parts`. For independent standard normal q and k the last three are 1.
 
     Returns:
         A record with the table ``spread``: one row per head, the largest σ first.
@@ -43,12 +37,12 @@ def spread(audit: Audit) -> Record:
     ]
     rows.sort(key=lambda row: -row["std"])
     first = rows[0]
-    most = max(_FACTORS, key=lambda name: abs(math.log(first[name])))
+    most = max(SPREAD_FACTORS, key=lambda name: abs(math.log(first[name])))
     sentences = [
         *describe_spread([head.spread for head in known]),
-        f"The largest is {first['std']:.3g}, that of head {first['head']} of {first['layer']}: "
-        + " × ".join(f"{first[name]:.3g} by {words}" for name, words in _FACTORS.items())
-        + f". What moves it most from 1 is {_FACTORS[most]}.",
+        f"The largest is {first['std']:.3g}, in head {first['head']} of {first['layer']}: "
+        + " × ".join(f"{first[name]:.3g} by {words}" for name, words in SPREAD_FACTORS.items())
+        + f". The factor farthest from 1 is {SPREAD_FACTORS[most]}.",
     ]
     source = audit.about.get("source", audit.about.get("model", "a model"))
     return Record(

@@ -1,4 +1,4 @@
-"""Exercise 4: attention at temperatures τ below, at and above √dₖ: patterns, entropy, saturation, gradients."""
+"""Exercise 4: attention at temperatures τ below, at and above √dₖ, by pattern, entropy, saturation and gradients."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from sqrtdk.attention import attention
-from sqrtdk.errors import InvalidTypeError, InvalidValueError
-from sqrtdk.exercises.gaussian_rows import SampledRows, draw_attention, require_sampling, sample_rows
-from sqrtdk.records import Record
+from sqrtdk import checks
+from sqrtdk.exercises.gaussian_rows import SampledRows, require_sampling, sample_attention, sample_rows
+from sqrtdk.operation.attention import attention
+from sqrtdk.records.record import Record
 
 _COLUMNS = (
     "logit_std",
@@ -30,7 +30,7 @@ def temperature(
     n: int = 32,
     relatives: Sequence[float] = (0.5, 1.0, 2.0),
     queries: int = 16,
-    draws: int = 64,
+    samples: int = 64,
     seed: int = 0,
 ) -> Record:
     """Compare temperatures τ = t·√dₖ on the same Gaussian q, k and v: smaller is sharper, larger is softer.
@@ -39,25 +39,27 @@ def temperature(
         d_k: length of queries and keys.
         n: keys per query.
         relatives: the t = τ/√dₖ to compare.
-        queries: queries per draw, and rows of the pattern shown.
-        draws: independent draws of q, k, v and the output's gradient.
-        seed: of the random numbers.
+        queries: queries per sample, and rows of the pattern shown.
+        samples: independent samples of q, k, v and the output's gradient.
+        seed: seed of the random numbers.
 
     Returns:
-        A record with the table ``temperature``, means over rows with the 95% interval over draws for the entropy ratio
-        and ‖∂loss/∂q‖, and the weights of the first draw's queries in `curves`.
+        A record with the table ``temperature``: means over rows, with 95% intervals over samples for the entropy ratio
+        and ‖∂loss/∂q‖. `curves` has the weights of the first sample's queries.
 
-    >>> rows = temperature(draws=8).tables["temperature"]
+    >>> rows = temperature(samples=8).tables["temperature"]
     >>> [row["entropy_ratio"] for row in rows] == sorted(row["entropy_ratio"] for row in rows)
     True
     """
-    require_sampling(d_k=d_k, n=n, draws=draws, queries=queries, seed=seed)
-    _require_relatives(relatives)
+    require_sampling(d_k=d_k, n=n, samples=samples, queries=queries, seed=seed)
+    checks.distinct("relatives", relatives, "temperature")
+    for relative in relatives:
+        checks.number("relatives", relative, above=0.0, each=True)
     relatives = tuple(sorted(float(t) for t in relatives))
     multipliers = [1.0 / (t * math.sqrt(d_k)) for t in relatives]
-    sampled = sample_rows(multipliers, d_k=d_k, n=n, draws=draws, queries=queries, seed=seed)
+    sampled = sample_rows(multipliers, d_k=d_k, n=n, samples=samples, queries=queries, seed=seed)
     rows = [_summarise(t, scale, measured) for t, scale, measured in zip(relatives, multipliers, sampled, strict=True)]
-    q, k, v, _ = next(draw_attention(d_k=d_k, n=n, queries=queries, seed=seed))
+    q, k, v, _ = next(sample_attention(d_k=d_k, n=n, queries=queries, seed=seed))
     patterns = [attention(q, k, v, scale=scale, weights=True).weights for scale in multipliers]
     return Record(
         kind="temperature",
@@ -66,7 +68,7 @@ def temperature(
             "n": n,
             "relatives": list(relatives),
             "queries": queries,
-            "draws": draws,
+            "samples": samples,
             "seed": seed,
         },
         tables={"temperature": rows},
@@ -76,23 +78,11 @@ def temperature(
                 for t, weights in zip(relatives, patterns, strict=True)
             ]
         },
-        sentences=_read(rows, d_k, n, draws * queries, seed),
+        sentences=_read(rows, d_k, n, samples * queries, seed),
         headline=f"entropy ratio at dₖ = {d_k}, n = {n}: "
         + ", ".join(f"{row['entropy_ratio']:.3f} (τ = {row['relative']:g}·√dₖ)" for row in rows)
         + ".",
     )
-
-
-def _require_relatives(relatives: Sequence[float]) -> None:
-    if not isinstance(relatives, Sequence) or isinstance(relatives, str):
-        raise InvalidTypeError("relatives", f"must be a sequence of numbers, got {relatives!r}")
-    if not relatives:
-        raise InvalidValueError("relatives", "must name at least one temperature, got none")
-    for relative in relatives:
-        if isinstance(relative, str) or not (math.isfinite(relative) and relative > 0):
-            raise InvalidValueError("relatives", f"must be positive and finite, got {relative!r}", each=True)
-    if len(set(relatives)) < len(relatives):
-        raise InvalidValueError("relatives", f"must not repeat a temperature, got {tuple(relatives)}")
 
 
 def _summarise(relative: float, scale: float, measured: SampledRows) -> dict[str, Any]:
@@ -117,21 +107,14 @@ def _read(rows: Sequence[dict[str, Any]], d_k: int, n: int, count: int, seed: in
         for row in rows
     }
     if len(rows) > 1:
-        trace = "smaller" if sharp["jacobian_trace"] < soft["jacobian_trace"] else "not smaller"
-        gradient = "larger" if sharp["grad_q"] > soft["grad_q"] else "smaller"
+        is_trace_misleading = sharp["jacobian_trace"] < soft["jacobian_trace"] and sharp["grad_q"] > soft["grad_q"]
         sentences["sharpest to softest"] = (
-            f"At the sharpest temperature the Jacobian's trace is {trace} than at the softest "
-            f"({sharp['jacobian_trace']:.2f} "
-            f"against {soft['jacobian_trace']:.2f}), while the mean gradient of the queries is {gradient} "
-            f"({sharp['grad_q']:.2f} against {soft['grad_q']:.2f}): a small 1 − Σp² does not by itself mean a small "
-            f"gradient."
-            if trace == "smaller" and gradient == "larger"
-            else f"From the sharpest to the softest temperature the Jacobian's trace goes from "
-            f"{sharp['jacobian_trace']:.2f} to "
-            f"{soft['jacobian_trace']:.2f} and the mean gradient of the queries from {sharp['grad_q']:.2f} to "
-            f"{soft['grad_q']:.2f}."
+            f"The Jacobian trace is {sharp['jacobian_trace']:.2f} at τ = {sharp['tau']:.3g} and "
+            f"{soft['jacobian_trace']:.2f} at τ = {soft['tau']:.3g}. The mean gradient of a query is "
+            f"{sharp['grad_q']:.2f} at τ = {sharp['tau']:.3g} and {soft['grad_q']:.2f} at τ = {soft['tau']:.3g}."
+            + (" A smaller Jacobian trace does not by itself mean a smaller gradient." if is_trace_misleading else "")
         )
     sentences["samples"] = (
-        f"Means over {count} rows at dₖ = {d_k}, seed {seed}; the intervals are over independent draws."
+        f"Means over {count} rows at dₖ = {d_k}, seed {seed}; the intervals are over independent samples."
     )
     return sentences

@@ -1,4 +1,4 @@
-"""Exercise 1: the standard deviation of q·k, unscaled and after dividing by √dₖ and by dₖ, predicted and measured."""
+"""Exercise 1: the standard deviation of q·k with no scaling, with 1/√dₖ and with 1/dₖ, predicted and measured."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any
 
 import numpy as np
 
-from sqrtdk import scales, theory
+from sqrtdk import checks, scales, theory
 from sqrtdk.exercises.estimates import Array, Estimate, estimate_mean
-from sqrtdk.exercises.gaussian_rows import POLICIES, require_count, require_counts, require_size
-from sqrtdk.records import Record
+from sqrtdk.exercises.gaussian_rows import POLICIES, require_counts, require_size
+from sqrtdk.records.record import Record
 
 _BLOCK = 2**20
 _FEWEST_SAMPLES = 1000  # with 100 the interval held the truth in 88 of 100 seeds at dₖ = 1
 
 
 def variance(d_ks: Sequence[int] = (4, 64, 512), samples: int = 20_000, seed: int = 0) -> Record:
-    """Measure the standard deviation of q·k for independent standard normal q and k beside the law √dₖ.
+    """Measure the standard deviation of q·k for independent standard normal q and k, and compare it with √dₖ.
 
     Args:
-        d_ks: the sizes dₖ to draw.
+        d_ks: the sizes dₖ.
         samples: independent pairs (q, k) per size.
-        seed: of the random numbers; those of one dₖ do not depend on the other sizes.
+        seed: seed of the random numbers. The numbers of one dₖ do not depend on the other sizes.
 
     Returns:
         A record with the table ``variance``: one row per dₖ and policy with the predicted and the measured standard
@@ -37,14 +37,14 @@ def variance(d_ks: Sequence[int] = (4, 64, 512), samples: int = 20_000, seed: in
     (8.0, True)
     """
     require_counts("d_ks", d_ks, 1)
-    require_count("samples", samples, _FEWEST_SAMPLES)
-    require_count("seed", seed, 0)
+    checks.integer("samples", samples, _FEWEST_SAMPLES)
+    checks.integer("seed", seed, 0)
     require_size("d_k", max(d_ks))
     require_size("samples", samples)
     rows: list[dict[str, Any]] = []
     densities: list[dict[str, Any]] = []
     for d_k in d_ks:
-        dots = draw_dot_products(int(d_k), samples, seed)
+        dots = sample_dot_products(int(d_k), samples, seed)
         for policy in POLICIES:
             factor = float(scales.get(policy).factor(scales.ScaleContext(d_k=int(d_k))))
             measured = estimate_std(dots * factor)
@@ -58,7 +58,7 @@ def variance(d_ks: Sequence[int] = (4, 64, 512), samples: int = 20_000, seed: in
                     "low": measured.low,
                     "high": measured.high,
                     "inside": measured.holds(predicted),
-                    "n": samples,
+                    "samples": samples,
                     "seed": seed,
                 }
             )
@@ -70,12 +70,12 @@ def variance(d_ks: Sequence[int] = (4, 64, 512), samples: int = 20_000, seed: in
         tables={"variance": rows},
         curves={"densities": densities},
         sentences=(sentences := _read(rows)),
-        headline=sentences[f"unscaled, d_k {d_ks[-1]}"],
+        headline=sentences[f"no scaling, d_k {d_ks[-1]}"],
     )
 
 
 def estimate_std(values: Array) -> Estimate:
-    """Return the standard deviation with its 95% interval: the root of that of the mean squared deviation.
+    """Return the standard deviation with its 95% interval, from the interval of the mean squared deviation.
 
     >>> estimate_std(np.array([-1.0, 1.0] * 50))         # every squared deviation of ±1 is 1
     Estimate(value=1.0, low=1.0, high=1.0)
@@ -83,10 +83,10 @@ def estimate_std(values: Array) -> Estimate:
     return Estimate(*(math.sqrt(max(end, 0.0)) for end in estimate_mean((values - values.mean()) ** 2)))
 
 
-def draw_dot_products(d_k: int, samples: int, seed: int) -> Array:
-    """Products q·k of independent standard normal q and k; equal sizes and seeds give equal ones.
+def sample_dot_products(d_k: int, samples: int, seed: int) -> Array:
+    """Return products q·k of independent standard normal q and k. Equal sizes and seeds give equal products.
 
-    >>> draw_dot_products(64, 5, 0).shape
+    >>> sample_dot_products(64, 5, 0).shape
     (5,)
     """
     rng = np.random.default_rng([seed, d_k])
@@ -107,20 +107,23 @@ def _density(values: Array) -> dict[str, list[float]]:
 
 
 def _read(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
-    unscaled = [row for row in rows if row["scale"] == "none"]
+    without_scaling = [row for row in rows if row["scale"] == "none"]
     sentences = {
-        f"unscaled, d_k {row['d_k']}": (
-            f"dₖ = {row['d_k']}: unscaled scores have standard deviation {row['measured']:.4g} (95% interval "
-            f"{row['low']:.4g} to {row['high']:.4g}, {row['n']} pairs, seed {row['seed']}); √dₖ = "
+        f"no scaling, d_k {row['d_k']}": (
+            f"dₖ = {row['d_k']}: with no scaling scores have standard deviation {row['measured']:.4g} (95% interval "
+            f"{row['low']:.4g} to {row['high']:.4g}, {row['samples']} pairs, seed {row['seed']}). √dₖ = "
             f"{row['predicted']:.4g} lies {'inside' if row['inside'] else 'outside'} the interval."
         )
-        for row in unscaled
+        for row in without_scaling
     }
     after_sqrt = [row["measured"] for row in rows if row["scale"] == "sqrt"]
     after_inverse = [row["measured"] for row in rows if row["scale"] == "inverse"]
+    sizes = [row["d_k"] for row in without_scaling]
+    after = f"{after_inverse[0]:.3g} at dₖ = {sizes[0]}"
     sentences["scaled"] = (
-        f"Divided by √dₖ they have {min(after_sqrt):.3f} to {max(after_sqrt):.3f} at every size; divided by dₖ they "
-        f"have {after_inverse[0]:.3g} at dₖ = {unscaled[0]['d_k']} and {after_inverse[-1]:.3g} at dₖ = "
-        f"{unscaled[-1]['d_k']}."
+        f"Divided by √dₖ, the standard deviation is {after_sqrt[0]:.3f}. Divided by dₖ, it is {after}."
+        if len(sizes) == 1
+        else f"Divided by √dₖ, the standard deviation is {min(after_sqrt):.3f} to {max(after_sqrt):.3f} at every size. "
+        f"Divided by dₖ, it is {after} and {after_inverse[-1]:.3g} at dₖ = {sizes[-1]}."
     )
     return sentences

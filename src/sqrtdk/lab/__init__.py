@@ -1,4 +1,4 @@
-"""Experiments: a spec becomes runs, runs become a record. torch loads only where something is trained."""
+"""Experiments: a spec becomes runs, and runs become a record. torch loads only for training."""
 
 from sqrtdk.lab.ablation import ablate
 from sqrtdk.lab.laboratory import Executor, Lab

@@ -1,25 +1,26 @@
-"""Ablation: a grid of runs becomes a record with tables, curves and sentences made from the numbers."""
+"""Ablations: train a grid of runs and return a record with tables, curves and sentences made from the numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqrtdk.display import count
 from sqrtdk.lab.intervals import FEWEST_PAIRS
 from sqrtdk.lab.laboratory import Lab
 from sqrtdk.lab.outcomes import MARGIN, choose_best, compare, setting_of, summarise
 from sqrtdk.lab.spec import AblationSpec
 from sqrtdk.lab.store import RunRecord
 from sqrtdk.lab.tasks import Task, get
-from sqrtdk.records import Record
-from sqrtdk.setting_names import name_setting
+from sqrtdk.records.record import Record
+from sqrtdk.show.table import count
+from sqrtdk.wording.names import name_setting
+from sqrtdk.wording.numbers import write_loss, write_percent
 
 _CURVE_COLUMNS = ("scale", "seed", "init", "qk_step", "lr", "d_k")
 
 
 def ablate(spec: AblationSpec, lab: Lab | None = None) -> Record:
-    """Train the whole grid, or what the lab's store lacks of it, and say what it shows.
+    """Train the whole grid, or what the lab's store lacks of it, and return the record.
 
     Several learning rates are first tried on the selection seeds; then each setting is trained with the reported seeds
     at the rate that was best there.
@@ -31,7 +32,7 @@ def ablate(spec: AblationSpec, lab: Lab | None = None) -> Record:
     Returns:
         A record of kind ``"ablation"`` with the tables `runs`, `summary`, `best` and `comparisons` and the curves
         `runs`, one set per run. With several learning rates `selection` has every setting at every rate on the
-        selection seeds, and `selection_runs` the runs behind it.
+        selection seeds, and `selection_runs` the runs behind it. The scalar `chance_loss` is the loss of a guess.
 
     Example:
         ``ablate(AblationSpec(scales=("none", "sqrt"), seeds=3)).tables["summary"]``
@@ -59,26 +60,28 @@ def ablate(spec: AblationSpec, lab: Lab | None = None) -> Record:
             curves={"runs": curves_of(records)},
             reading=read_ablation(task, best, comparisons, spec),
             headline=_headline(task, best),
+            scalars={"chance_loss": task.chance_loss},
+            sentences={"solved": _define_solved(task)},
         )
     )
 
 
 def _describe_choice(chosen: Mapping[str, Any] | None) -> dict[str, Any]:
-    """How many rates a setting's own was chosen from, and whether it is the smallest or largest of them."""
+    """Return how many rates were tried for a setting, and whether the best is the smallest or largest of them."""
     return {"lrs": 1, "at_edge": False} if chosen is None else {name: chosen[name] for name in ("lrs", "at_edge")}
 
 
 def curves_of(records: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    """The runs' curves, each with the columns that say whose they are."""
+    """Return the curves of runs, each with the columns that identify the run."""
     return [{**{name: record.row[name] for name in _CURVE_COLUMNS}, **record.curves} for record in records]
 
 
 def read_ablation(
     task: Task, best: Sequence[Mapping[str, Any]], comparisons: Sequence[Mapping[str, Any]], spec: AblationSpec
 ) -> list[str]:
-    """The sentences of an ablation, from its tables `best` and `comparisons`."""
+    """Return the sentences of an ablation, from its tables `best` and `comparisons`."""
     return [
-        f"{task.solved_when[0].upper()}{task.solved_when[1:]}.",
+        _define_solved(task),
         *(_read_setting(row) for row in best),
         *(_read_learned(row) for row in best if row.get("temperature_median") is not None),
         *(_read_comparison(row) for row in comparisons),
@@ -86,6 +89,10 @@ def read_ablation(
         *_read_controls(best),
         *_read_rates(best, spec),
     ]
+
+
+def _define_solved(task: Task) -> str:
+    return f"{task.solved_when[0].upper()}{task.solved_when[1:]}."
 
 
 def _read_method(task: Task, comparisons: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -98,7 +105,7 @@ def _read_method(task: Task, comparisons: Sequence[Mapping[str, Any]]) -> list[s
         f"{brackets} Intervals are at 95%: Wilson's for shares of seeds; for differences, paired by seed, those of the "
         "exact signed-rank test.",
         "“As well” means that the whole interval of the difference lies within "
-        f"±{show_loss(MARGIN * task.chance_loss)}, {MARGIN:.0%} of the chance loss.",
+        f"±{write_loss(MARGIN * task.chance_loss)}, {write_percent(MARGIN)} of the chance loss.",
         f"p-values are exact, two-sided and corrected by Holm for {total}."
         if corrected
         else f"No p-value is given: so few seeds cannot reject after correction for {total}.",
@@ -106,7 +113,7 @@ def _read_method(task: Task, comparisons: Sequence[Mapping[str, Any]]) -> list[s
 
 
 def _read_controls(best: Sequence[Mapping[str, Any]]) -> list[str]:
-    inits, steps = ({row.get(name, "unit") for row in best} & {"absorbed", "grown"} for name in ("init", "qk_step"))
+    inits, steps = ({row.get(name, "unit") for row in best} & {"rescaled", "grown"} for name in ("init", "qk_step"))
     factor = "dₖ^−¼ without scaling, dₖ^¼ with 1/dₖ"
     sentences = []
     if inits:
@@ -148,10 +155,10 @@ def _headline(task: Task, best: Sequence[Mapping[str, Any]]) -> str:
         # With several sizes only the settings that begin and move like the first: the table has the controls.
         size = "dₖ {}"
         shown = [row for row in best if all(row[name] == best[0][name] for name in ("init", "qk_step"))]
-    parts = [f"{_name_briefly(row, size.format(row['d_k']))} {show_loss(row['final_loss_median'])}" for row in shown]
+    parts = [f"{_name_briefly(row, size.format(row['d_k']))} {write_loss(row['final_loss_median'])}" for row in shown]
     return (
         f"median held-out loss of {count(best[0]['n'], 'seed')}{rates}: {'; '.join(parts)}; "
-        f"chance {show_loss(task.chance_loss)}."
+        f"chance {write_loss(task.chance_loss)}."
     )
 
 
@@ -161,17 +168,6 @@ def _name_briefly(row: Mapping[str, Any], *more: str) -> str:
 
 def _name(row: Mapping[str, Any]) -> str:
     return f"{_name_briefly(row)} (dₖ = {row['d_k']}, lr {row['lr']:g})"
-
-
-def show_loss(loss: float | None) -> str:
-    """A loss as text; None, which stands for a diverged run, as ∞.
-
-    >>> show_loss(0.00612), show_loss(2.6134), show_loss(None)
-    ('0.0061', '2.61', '∞')
-    """
-    if loss is None:
-        return "∞"
-    return f"{loss:.2f}" if abs(loss) >= 0.1 else f"{loss:.2g}"
 
 
 def _read_setting(row: Mapping[str, Any]) -> str:
@@ -188,9 +184,9 @@ def _read_setting(row: Mapping[str, Any]) -> str:
         )
     lost = "".join(f"; {row[word]} {word}" for word in ("diverged", "failed") if row[word])
     return (
-        f"{_name(row)}: median held-out loss {show_loss(row['final_loss_median'])} "
-        f"[{show_loss(low)}, {show_loss(high)}], solved by {solved} of {count(row['n'], 'seed')} "
-        f"({least:.0%} to {most:.0%}){pace}{lost}."
+        f"{_name(row)}: median held-out loss {write_loss(row['final_loss_median'])} "
+        f"[{write_loss(low)}, {write_loss(high)}], solved by {solved} of {count(row['n'], 'seed')} "
+        f"({write_percent(least)} to {write_percent(most)}){pace}{lost}."
     )
 
 
@@ -227,7 +223,7 @@ def _read_comparison(row: Mapping[str, Any]) -> str:
 
 
 def show_difference(row: Mapping[str, Any]) -> str:
-    """The difference of a comparison in words, with its interval where there are seeds enough for one.
+    """Return the difference of a comparison in words, with its interval where there are seeds enough for one.
 
     >>> row = {"difference": 2.5, "difference_interval": [2.4, None], "outcome": "worse", "n": 6}
     >>> show_difference({**row, "higher": 6, "lower": 0})
@@ -247,6 +243,6 @@ def show_difference(row: Mapping[str, Any]) -> str:
 
 
 def _show_signed(value: float | None, *, positive: bool) -> str:
-    """A signed number; where it is infinite, `positive` has its sign."""
+    """Return a signed number; where it is infinite, `positive` has its sign."""
     sign = "+" if (positive if value is None else value >= 0.0) else "−"
-    return f"{sign}{show_loss(None if value is None else abs(value))}"
+    return f"{sign}{write_loss(None if value is None else abs(value))}"

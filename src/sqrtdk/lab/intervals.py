@@ -27,13 +27,13 @@ _Z = NormalDist().inv_cdf(0.5 + LEVEL / 2.0)
 
 
 class Interval(NamedTuple):
-    """A confidence interval, ends included."""
+    """Confidence interval, ends included."""
 
     low: float
     high: float
 
     def within(self, margin: float) -> bool:
-        """Whether all of it lies closer to 0 than the margin.
+        """Tell whether all of it lies closer to 0 than the margin.
 
         >>> Interval(-0.01, 0.02).within(0.03), Interval(-0.01, math.inf).within(0.03)
         (True, False)
@@ -42,7 +42,7 @@ class Interval(NamedTuple):
 
 
 def wilcoxon_p(differences: Sequence[float]) -> float:
-    """Two-sided p-value of Wilcoxon's signed-rank test, exact for every n and with ties.
+    """Return the two-sided p-value of Wilcoxon's signed-rank test, exact for every n and with ties.
 
     Zeros are left out, equal sizes share their mean rank, and the distribution counts all 2ⁿ signs
     (Wilcoxon 1945, with ties and zeros as he treats them). With eight pairs of one sign it is 2/2⁸ = 0.0078.
@@ -63,7 +63,7 @@ def wilcoxon_p(differences: Sequence[float]) -> float:
 
 
 def hodges_lehmann(differences: Sequence[float]) -> float:
-    """The Hodges–Lehmann estimate of a shift: the median of the means of all pairs, each value with itself included.
+    """Return the Hodges–Lehmann estimate of a shift: the median of the means of all pairs, a value with itself too.
 
     The mean of two opposite infinities counts as 0.
 
@@ -78,7 +78,7 @@ def hodges_lehmann(differences: Sequence[float]) -> float:
 
 
 def signed_rank_interval(differences: Sequence[float]) -> Interval:
-    """The 95% interval of a shift that belongs to the exact signed-rank test.
+    """Return the 95% interval of a shift that belongs to the exact signed-rank test.
 
     Its ends are means of pairs: of all n(n + 1)/2, sorted, the k-th from below and from above, with the largest k that
     leaves out no more than 2.5% on each side. It covers the centre of any symmetric distribution in 95% of the cases
@@ -101,7 +101,7 @@ def signed_rank_interval(differences: Sequence[float]) -> Interval:
 
 
 def wilson(successes: int, n: int) -> Interval:
-    """Wilson's 95% interval of a probability (Wilson 1927); all of [0, 1] for n = 0.
+    """Return Wilson's 95% interval of a probability (Wilson 1927); all of [0, 1] for n = 0.
 
     >>> [round(end, 4) for end in wilson(81, 263)]
     [0.2553, 0.3662]
@@ -120,7 +120,7 @@ def wilson(successes: int, n: int) -> Interval:
 
 
 def share_difference(successes: int, n: int, other_successes: int, other_n: int) -> Interval:
-    """The exact 95% interval of a difference of two probabilities (Santner and Snell 1980).
+    """Return the exact 95% interval of a difference of two probabilities (Santner and Snell 1980).
 
     It holds every difference d at which, for some pair of probabilities d apart, a difference of shares as far out as
     the one observed has a chance of more than 2.5%. So it covers in 95% of the cases or more, whatever the two
@@ -136,7 +136,7 @@ def share_difference(successes: int, n: int, other_successes: int, other_n: int)
 
 
 def _least_difference(successes: int, n: int, other_successes: int, other_n: int) -> float:
-    """The smallest d that the observed shares, or shares farther apart, leave possible."""
+    """Return the smallest d that the observed shares, or shares farther apart, leave possible."""
     mine, theirs = np.meshgrid(np.arange(n + 1) / n, np.arange(other_n + 1) / other_n, indexing="ij")
     as_far = mine - theirs >= successes / n - other_successes / other_n - 1e-12
     low, high = -1.0, 1.0
@@ -150,7 +150,7 @@ def _least_difference(successes: int, n: int, other_successes: int, other_n: int
 
 
 def _binomial(n: int, p: Array) -> Array:
-    """Probabilities of 0 … n successes, `[n + 1, len(p)]`."""
+    """Return the probabilities of 0 … n successes, `[n + 1, len(p)]`."""
     k = np.arange(n + 1)[:, None]
     ways = np.array([math.comb(n, i) for i in range(n + 1)], dtype=np.float64)[:, None]
     chances: Array = ways * np.clip(p, 0.0, 1.0) ** k * np.clip(1.0 - p, 0.0, 1.0) ** (n - k)
@@ -158,7 +158,7 @@ def _binomial(n: int, p: Array) -> Array:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """p-values corrected for their number (Holm 1979), in the order in which they came.
+    """Return p-values corrected for their number (Holm 1979), in the order in which they came.
 
     >>> holm([0.01, 0.04, 0.03])
     [0.03, 0.06, 0.06]
@@ -172,7 +172,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def can_reject(n: int, comparisons: int) -> bool:
-    """Whether n pairs of one sign are enough for a p-value below 5% after correction for so many comparisons.
+    """Tell whether n pairs of one sign are enough for a p-value below 5% after correction for so many comparisons.
 
     >>> can_reject(8, 6), can_reject(8, 7), can_reject(3, 1)
     (True, False, False)
@@ -187,7 +187,7 @@ def _numbers(values: Sequence[float]) -> Sequence[float]:
 
 
 def _pair_means(differences: Sequence[float]) -> Array:
-    """Means of all pairs, each value with itself included; NaN for two opposite infinities."""
+    """Return the means of all pairs, each value with itself included; NaN for two opposite infinities."""
     if not differences:
         raise InvalidValueError("differences", "must hold at least one number, got none")
     values = np.array(_numbers(differences), dtype=np.float64)
@@ -197,7 +197,7 @@ def _pair_means(differences: Sequence[float]) -> Array:
 
 
 def _rank_sums(ranks: Sequence[int]) -> Array:
-    """The distribution of the sum of ranks, each of which counts with probability ½."""
+    """Return the distribution of the sum of ranks, each of which counts with probability ½."""
     probability = np.zeros(sum(ranks) + 1)
     probability[0] = 1.0
     for rank in ranks:

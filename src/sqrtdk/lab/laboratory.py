@@ -1,4 +1,4 @@
-"""Where experiments are made: a store of what is finished, an executor that trains, and who is told how far it is."""
+"""Lab: a store of finished runs, an executor that trains, and a report of progress."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from sqrtdk.lab.processes import Processes
 from sqrtdk.lab.spec import RunSpec
 from sqrtdk.lab.store import RunRecord, Store
 from sqrtdk.lab.sweep import ProgressCallback, Sweep
-from sqrtdk.records import Record
+from sqrtdk.records.record import Record
 
 
 class Executor(Protocol):
-    """Who trains: takes run after run from a sweep (`take`), tells its steps (`advance`), hands it in (`finish`)."""
+    """Trainer of a sweep: takes its runs (`take`), reports their steps (`advance`) and hands them in (`finish`)."""
 
     def prepare(self) -> None:
-        """Get ready: runs will come."""
+        """Get ready for runs."""
 
     def execute(self, sweep: Sweep) -> None:
         """Train until nothing is pending."""
 
     def close(self) -> None:
-        """Let go of what it keeps between sweeps."""
+        """Release what is kept between sweeps."""
 
 
 class Lab:
-    """A place for experiments: what the store has is reused, the rest is trained by the executor.
+    """Place for experiments: runs in the store are reused, the executor trains the rest.
 
     Args:
         store: SQLite file that keeps every finished run and record, so that a sweep broken off goes on where it was;

@@ -27,7 +27,7 @@ Rows = list[dict[str, Any]]
 
 
 class Setting(NamedTuple):
-    """What the seeds of a group have in common."""
+    """Setting that the seeds of a group have in common."""
 
     scale: str
     d_k: int
@@ -37,7 +37,7 @@ class Setting(NamedTuple):
 
     @property
     def choice(self) -> Choice:
-        """The setting without its learning rate."""
+        """Return the setting without its learning rate."""
         return Choice(*self[:-1])
 
 
@@ -50,7 +50,7 @@ class Quartiles(NamedTuple):
 
 
 def quartiles(values: Sequence[float]) -> Quartiles:
-    """Quartiles by linear interpolation; infinite values take part as the largest (or smallest).
+    """Return quartiles by linear interpolation; infinite values take part as the largest (or smallest).
 
     >>> quartiles([3.0, 1.0, 2.0])
     Quartiles(lower=1.5, median=2.0, upper=2.5)
@@ -73,7 +73,7 @@ def quartiles(values: Sequence[float]) -> Quartiles:
 
 
 def summarise(runs: Sequence[RunRow]) -> Rows:
-    """One row per setting: median, quartiles, fraction solved, median steps to the threshold, and how many runs.
+    """Return a row per setting: median, quartiles, fraction solved, median steps to the threshold, number of runs.
 
     `final_loss_iqr` is [lower quartile, upper quartile] over the seeds, not a confidence interval; `solved_interval` is
     Wilson's 95% interval of the fraction solved.
@@ -89,7 +89,7 @@ def summarise(runs: Sequence[RunRow]) -> Rows:
 
 
 def choose_best(summary: Sequence[RunRow]) -> Rows:
-    """Each setting at the learning rate with the lowest median loss, the smaller rate on a tie.
+    """Return each setting at the learning rate with the lowest median loss, the smaller rate on a tie.
 
     `lrs` says how many rates were tried, `at_edge` whether the best is the smallest or largest of them, so that
     a better one may lie outside.
@@ -107,10 +107,10 @@ def choose_best(summary: Sequence[RunRow]) -> Rows:
 
 
 def compare(runs: Sequence[RunRow], margin: float, basis: str = "same_lr") -> Rows:
-    """Every setting against sqrt, paired by seed: the loss minus the loss that sqrt has with the same seed.
+    """Compare every setting with sqrt, paired by seed: its loss minus the loss of sqrt with the same seed.
 
     The partner has the same d_k and init, except that inits which are `unit` times a factor are held against `unit`
-    where that was run: without a scale `absorbed` begins as the very function that sqrt is with `unit`.
+    where that was run: without scaling, `rescaled` begins as the same function as sqrt with `unit`.
     `difference` is the Hodges–Lehmann estimate of the differences and `difference_interval` the 95% interval of its
     signed-rank test. `outcome` is ``"as well"`` where the interval lies within the margin, ``"worse"`` or ``"better"``
     where it leaves out 0, else ``"not distinguishable"``. `holm_p` is corrected for all comparisons in the table; it is
@@ -183,7 +183,7 @@ def _judge(interval: Interval, margin: float) -> str:
 
 
 def setting_of(row: RunRow) -> Setting:
-    """The setting of a run, or of a row about runs; rows of older records have no `qk_step`."""
+    """Return the setting of a run, or of a row about runs; rows of older records have no `qk_step`."""
     return Setting(row["scale"], row["d_k"], row["init"], row.get("qk_step", "unit"), row["lr"])
 
 
@@ -221,7 +221,7 @@ def _summarise_setting(setting: Setting, rows: Sequence[RunRow]) -> dict[str, An
 
 
 def _summarise_learned(rows: Sequence[RunRow]) -> dict[str, Any]:
-    """Where learned temperatures ended, in units of √dₖ; None for a scale that does not learn.
+    """Summarise the final learned temperatures in units of √dₖ; None for a scale that does not learn.
 
     Medians over the seeds of each layer's mean and of the run's, least and largest head of all runs, and the median
     spread of ln τ over queries.
@@ -244,7 +244,7 @@ def _summarise_learned(rows: Sequence[RunRow]) -> dict[str, Any]:
 
 
 def or_infinite(loss: float | None) -> float:
-    """A loss as a number to rank by: a diverged run has none and counts as the worst.
+    """Return a loss as a number to rank by: a diverged run has none and counts as the worst.
 
     >>> or_infinite(None)
     inf
@@ -253,7 +253,7 @@ def or_infinite(loss: float | None) -> float:
 
 
 def finite(value: float) -> float | None:
-    """A number for a table: None where it is infinite.
+    """Return a number for a table: None where it is infinite.
 
     >>> finite(math.inf) is None
     True

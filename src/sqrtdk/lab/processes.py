@@ -1,4 +1,4 @@
-"""Trains the runs of a sweep on this machine: here, or in spawned processes that may die without losing the others."""
+"""Training on this machine: in this process, or in spawned ones that may die without losing the others."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
 
-from sqrtdk import backends
+from sqrtdk import checks
 from sqrtdk.children import Child
-from sqrtdk.errors import InvalidTypeError, InvalidValueError, SqrtdkError
+from sqrtdk.errors import SqrtdkError
 from sqrtdk.lab.spec import RunSpec
 from sqrtdk.lab.store import RunRecord, record_failure
 from sqrtdk.lab.sweep import Curves, Sweep
+from sqrtdk.operation.cpus import count_cpus
 
 _REPORT_SECONDS = 0.2
-# The curves so far go into the store for those who look on: rarer, as each is a write to the disk.
+# The curves so far go into the store for observers; rarely, as each is a write to the disk.
 _CURVES_SECONDS = 2.0
-# Between two looks at runs that another sweep on the same store trains.
+# Seconds between two checks of runs that another sweep on the same store trains.
 _OTHERS_SECONDS = 0.5
 
 
@@ -34,12 +35,7 @@ class Processes:
     """
 
     def __init__(self, workers: int | None = None) -> None:
-        workers = backends.count_cpus() if workers is None else workers
-        if isinstance(workers, bool) or not isinstance(workers, int):
-            raise InvalidTypeError("workers", f"must be an integer, got {type(workers).__name__}")
-        if workers < 1:
-            raise InvalidValueError("workers", f"must be at least 1, got {workers}")
-        self.workers = workers
+        self.workers = count_cpus() if workers is None else checks.integer("workers", workers, 1)
         self._idle: list[_Worker] = []  # importing torch takes a worker seconds: one sweep's serve the next
 
     def execute(self, sweep: Sweep) -> None:
@@ -135,7 +131,7 @@ def _train_guarded(spec: RunSpec, report: Callable[[int, Curves | None], None]) 
 
 
 def _serve(connection: Connection) -> None:
-    """A worker's life: take a spec, report its steps, hand back its record, until the other end is gone.
+    """Serve as a worker: take a spec, report its steps, hand back its record, until the other end closes.
 
     A report that a running training cannot send ends it the same way.
     """
@@ -155,7 +151,7 @@ class _Worker:
     spec: RunSpec | None = None
 
     def is_usable(self) -> bool:
-        """Whether it waits for a run."""
+        """Tell whether the worker waits for a run."""
         return self.ready and self.spec is None and self.child.process.is_alive()
 
 

@@ -1,4 +1,4 @@
-"""Larger ablation that comes with sqrtdk: three widths, controls, learning rates chosen on other seeds."""
+"""Larger ablation that ships with sqrtdk: three widths, controls, learning rates chosen on other seeds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from sqrtdk.lab.outcomes import setting_of
 from sqrtdk.lab.spec import CONTROLS, AblationSpec, Choice
-from sqrtdk.records import Record
+from sqrtdk.records.record import Record
 
 __all__ = ["COMMAND", "SHIPPED", "chosen_rates", "compact", "load_ablation"]
 
@@ -32,17 +32,17 @@ _DIGITS = 4
 
 @cache
 def load_ablation() -> Record:
-    """The record of `COMMAND` that comes with the package, thinned out by `compact`; with date and versions.
+    """Return the record of `COMMAND` that comes with the package, thinned out by `compact`; with date and versions.
 
     >>> load_ablation().spec["d_ks"]
     [16, 64, 256]
     """
-    content = (resources.files("sqrtdk.data") / "ablation.json").read_text(encoding="utf-8")
+    content = (resources.files("sqrtdk.records.data") / "ablation.json").read_text(encoding="utf-8")
     return Record.from_json(json.loads(content))
 
 
 def chosen_rates(d_k: int) -> dict[Choice, float]:
-    """The learning rates that the shipped ablation chose on its selection seeds, by setting.
+    """Return the learning rates that the shipped ablation chose on its selection seeds, by setting.
 
     >>> chosen_rates(64)[Choice("sqrt", 64)] in SHIPPED.lrs
     True
@@ -52,7 +52,7 @@ def chosen_rates(d_k: int) -> dict[Choice, float]:
 
 
 def compact(record: Record, date: str) -> Record:
-    """An ablation small enough to ship: the columns that tables and figures need, every fourth point of the curves.
+    """Return an ablation small enough to ship: columns that tables and figures need, every fourth point of curves.
 
     Args:
         record: what `ablate(SHIPPED)` returned.

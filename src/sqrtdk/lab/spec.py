@@ -1,21 +1,20 @@
-"""What to train, as data: one run, and the grid of runs that makes an ablation. Loads no torch."""
+"""Specifications of training as data: one run, and the grid of runs that makes an ablation. Loads no torch."""
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from sqrtdk import scales
+from sqrtdk import checks, scales
 from sqrtdk.errors import InvalidTypeError, InvalidValueError, unknown_name
 from sqrtdk.lab import tasks
-from sqrtdk.records import spec_hash
+from sqrtdk.records.record import spec_hash
 
-INITS = ("unit", "torch", "xavier", "absorbed", "grown")
+INITS = ("unit", "torch", "xavier", "rescaled", "grown")
 
-_POWERS = {"unit": 0.0, "absorbed": -0.25, "grown": 0.25}
+_POWERS = {"unit": 0.0, "rescaled": -0.25, "grown": 0.25}
 STEPS = tuple(_POWERS)
 
 SELECTION_SEED = 1000
@@ -26,19 +25,12 @@ REVISION = 5
 
 
 def query_key_factor(name: str, d_k: int) -> float:
-    """What a start or a step of W_q and W_k is multiplied by: 1 (`unit`), dₖ^−¼ (`absorbed`) or dₖ^¼ (`grown`).
+    """Return the factor on a start or a step of W_q and W_k: 1 (`unit`), dₖ^−¼ (`rescaled`) or dₖ^¼ (`grown`).
 
     >>> [query_key_factor(name, 16) for name in STEPS]
     [1.0, 0.5, 2.0]
     """
     return float(d_k ** _POWERS[name])
-
-
-def _require_count(name: str, value: object, least: int = 1) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidTypeError(name, f"must be an integer, got {type(value).__name__} {value!r}")
-    if value < least:
-        raise InvalidValueError(name, f"must be at least {least}, got {value}")
 
 
 def _require_scale(name: str, value: object) -> None:
@@ -61,11 +53,11 @@ class RunSpec:
         scale: a registered scaling policy by name, parameters as in ``"fixed:10"``, or one that learns:
             ``"learned"``, ``"query"``, ``"position"``, ``"qk_norm"`` (``"qk_norm:1"`` has a fixed gain of 1).
         d_k: length of a head's queries and keys; values have length d_model / heads whatever d_k is.
-        seed: draws the weights and the order of the data.
-        init: how W_q and W_k begin: ``"unit"``, ``"torch"``, ``"xavier"``, ``"absorbed"`` (unit × dₖ^−¼) or
+        seed: seed of the weights and of the order of the data.
+        init: how W_q and W_k begin: ``"unit"``, ``"torch"``, ``"xavier"``, ``"rescaled"`` (unit × dₖ^−¼) or
             ``"grown"`` (unit × dₖ^¼).
         qk_step: the step of W_q and W_k beside that of the other weights: ``"unit"`` (the same learning rate),
-            ``"absorbed"`` (× dₖ^−¼) or ``"grown"`` (× dₖ^¼). With the init's own factor W_q and W_k begin and move as
+            ``"rescaled"`` (× dₖ^−¼) or ``"grown"`` (× dₖ^¼). With the init's own factor W_q and W_k begin and move as
             if the factor stood outside them.
         lr: learning rate of Adam.
         steps: updates, `start_steps` not counted.
@@ -105,17 +97,14 @@ class RunSpec:
         tasks.get(self.task, self.task_parameters)
         _require_scale("scale", self.scale)
         for name in ("d_k", "steps", "batch", "layers", "d_model", "heads", "record_every"):
-            _require_count(name, getattr(self, name))
+            object.__setattr__(self, name, checks.integer(name, getattr(self, name), 1))
         for name in ("seed", "feedforward", "start_steps"):
-            _require_count(name, getattr(self, name), least=0)
+            object.__setattr__(self, name, checks.integer(name, getattr(self, name), 0))
+        object.__setattr__(self, "lr", checks.number("lr", self.lr, above=0.0))
         if self.init not in INITS:
             raise unknown_name("init", self.init, list(INITS))
         if self.qk_step not in STEPS:
             raise unknown_name("qk_step", self.qk_step, list(STEPS))
-        if isinstance(self.lr, bool) or not isinstance(self.lr, int | float):
-            raise InvalidTypeError("lr", f"must be a number, got {type(self.lr).__name__}")
-        if not (math.isfinite(self.lr) and self.lr > 0):
-            raise InvalidValueError("lr", f"must be positive and finite, got {self.lr!r}")
         if self.d_model % self.heads:
             raise InvalidValueError(
                 "d_model", f"must be a multiple of heads ({self.heads}), got {self.d_model}", "heads"
@@ -129,25 +118,25 @@ class RunSpec:
 
     @property
     def total_steps(self) -> int:
-        """All updates, those before a swap included."""
+        """Return all updates, those before a swap included."""
         return self.start_steps + self.steps
 
     def make_task(self) -> tasks.Task:
-        """The task with its parameters."""
+        """Return the task with its parameters."""
         return tasks.get(self.task, self.task_parameters)
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields as plain values, the task's parameters complete."""
-        return {**asdict(self), "lr": float(self.lr), "task_parameters": asdict(self.make_task())}
+        """Return the fields as plain values, the task's parameters complete."""
+        return {**asdict(self), "task_parameters": asdict(self.make_task())}
 
     @property
     def key(self) -> str:
-        """The run's name in a store: a hash of all that decides its numbers."""
+        """Return the run's name in a store: a hash of all that decides its numbers."""
         return spec_hash({**self.as_dict(), "revision": REVISION, "data": self.make_task().data_hash})
 
 
 class Choice(NamedTuple):
-    """A setting whose learning rate is chosen: all that its runs have in common but the rate."""
+    """Setting whose learning rate is chosen: all that its runs have in common but the rate."""
 
     scale: str
     d_k: int
@@ -156,17 +145,17 @@ class Choice(NamedTuple):
 
 
 CONTROLS = (
-    ("none", "absorbed", "unit"),
-    ("none", "unit", "absorbed"),
-    ("none", "absorbed", "absorbed"),
+    ("none", "rescaled", "unit"),
+    ("none", "unit", "rescaled"),
+    ("none", "rescaled", "rescaled"),
     ("inverse", "grown", "unit"),
 )
-"""No scaling with the start of 1/√dₖ, with its step, with both; and 1/dₖ with the start of 1/√dₖ."""
+"""No scaling with rescaled init, with rescaled step, with both; and 1/dₖ with rescaled init."""
 
 
 @dataclass(frozen=True)
 class AblationSpec:
-    """A grid of settings: every scale × init beside the pairs of `also`, at every d_k, each trained with every seed.
+    """Grid of settings: every scale × init beside the pairs of `also`, at every d_k, each trained with every seed.
 
     With several learning rates each setting has the one that is best on the selection seeds, which are none of `seeds`;
     only that one is trained with `seeds`.
@@ -206,8 +195,8 @@ class AblationSpec:
 
     def __post_init__(self) -> None:
         for name in ("scales", "d_ks", "lrs", "inits"):
-            _require_distinct(name, getattr(self, name))
-        _require_count("selection", self.selection)
+            checks.distinct(name, getattr(self, name))
+        object.__setattr__(self, "selection", checks.integer("selection", self.selection, 1))
         clash = set(list_seeds(self.seeds)) & set(self.selection_seeds)
         if clash:
             raise InvalidValueError("seeds", f"must not be among those that choose the learning rate, got {min(clash)}")
@@ -219,24 +208,24 @@ class AblationSpec:
 
     @property
     def selection_seeds(self) -> list[int]:
-        """The seeds that choose the learning rates; none where there is nothing to choose."""
+        """Return the seeds that choose the learning rates; none where there is nothing to choose."""
         return list(range(SELECTION_SEED, SELECTION_SEED + self.selection)) if len(self.lrs) > 1 else []
 
     def choices(self) -> list[Choice]:
-        """The settings of the grid, d_k by d_k."""
+        """Return the settings of the grid, d_k by d_k."""
         grid = [(scale, init, "unit") for init in self.inits for scale in self.scales]
         also = [(scale, init, *(step or ("unit",))) for scale, init, *step in self.also]
         settings = dict.fromkeys([*grid, *also])
         return [Choice(scale, d_k, init, step) for d_k in self.d_ks for scale, init, step in settings]
 
     def selection_runs(self) -> list[RunSpec]:
-        """The runs that choose the learning rates: every rate with every selection seed; none for a single rate."""
+        """Return the runs that choose learning rates: every rate with every selection seed; none for a single rate."""
         open_choices = [choice for choice in self.choices() if choice not in self.rates]
         grid = itertools.product(self.selection_seeds, self.lrs, open_choices)
         return [self._run(choice, seed, lr) for seed, lr, choice in grid]
 
     def runs(self, rates: Mapping[Choice, float] | None = None) -> list[RunSpec]:
-        """The reported runs, seed by seed, so that a sweep broken off leaves whole pairs to compare.
+        """Return the reported runs, seed by seed, so that a sweep broken off leaves whole pairs to compare.
 
         Args:
             rates: the learning rates that were chosen; a setting that is not named has the first of `lrs`.
@@ -250,7 +239,7 @@ class AblationSpec:
         return RunSpec(**choice._asdict(), seed=seed, lr=lr, **shared)
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields as plain values, seeds and the task's parameters listed in full."""
+        """Return the fields as plain values, seeds and the task's parameters listed in full."""
         task = tasks.get(self.task, self.task_parameters)
         plain = {name: list(getattr(self, name)) for name in ("scales", "d_ks", "lrs", "inits", "also")}
         return {
@@ -267,24 +256,12 @@ _SHARED = ("task", "steps", "heads", "layers", "d_model", "batch", "feedforward"
 
 
 def list_seeds(seeds: int | Sequence[int]) -> list[int]:
-    """The seeds that a number of seeds, or a list of them, stands for.
+    """Return the seeds that a number of seeds, or a list of them, stands for.
 
     >>> list_seeds(3), list_seeds((7, 9))
     ([0, 1, 2], [7, 9])
     """
-    if isinstance(seeds, int):
-        _require_count("seeds", seeds)
-        return list(range(seeds))
-    _require_distinct("seeds", seeds)
-    for seed in seeds:
-        _require_count("seed", seed, least=0)
-    return list(seeds)
-
-
-def _require_distinct(name: str, values: object) -> None:
-    if isinstance(values, str) or not isinstance(values, Sequence):
-        raise InvalidTypeError(name, f"must be a sequence, got {type(values).__name__} {values!r}")
-    if not values:
-        raise InvalidValueError(name, "must name at least one value, got none")
-    if len(set(values)) != len(values):
-        raise InvalidValueError(name, f"must not repeat a value, got {list(values)}")
+    if not isinstance(seeds, Sequence):
+        return list(range(checks.integer("seeds", seeds, 1, kind="an integer or a sequence of integers")))
+    checks.distinct("seeds", seeds)
+    return [checks.integer("seed", seed, 0) for seed in seeds]

@@ -1,4 +1,4 @@
-"""Finished runs and records in one SQLite file, written ahead: it survives a kill and serves several sweeps."""
+"""Store of finished runs and records in one SQLite file, which survives a kill and serves several sweeps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from sqrtdk.lab.store_file import (
     select,
     unseal,
 )
-from sqrtdk.records import Record, spec_hash, versions
+from sqrtdk.records.record import Record, spec_hash, versions
 
 CURVES = (
     "step",
@@ -48,14 +48,14 @@ _SILENT_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run leaves: a flat row for tables, and its curves, lists of equal length by the names in `CURVES`."""
+    """Result of a run: a flat row for tables, and its curves, lists of equal length by the names in `CURVES`."""
 
     row: Mapping[str, Any]
     curves: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 def identify_run(spec: RunSpec) -> dict[str, Any]:
-    """The columns that say which run a row is about.
+    """Return the columns that identify a run.
 
     >>> identify_run(RunSpec(scale="none", seed=3))["seed"]
     3
@@ -71,7 +71,7 @@ def identify_run(spec: RunSpec) -> dict[str, Any]:
 
 
 def record_failure(spec: RunSpec, message: str) -> RunRecord:
-    """The record of a run that broke down: its row carries the message instead of numbers."""
+    """Return the record of a run that broke down: its row carries the message instead of numbers."""
     outcome = {"final_loss": None, "final_accuracy": None, "solved": False, "steps_to_threshold": None}
     row = {**identify_run(spec), "status": "failed", **outcome, "message": message}
     return RunRecord(row=row, curves={name: [] for name in CURVES})
@@ -130,7 +130,7 @@ class Store:
             self._stack.callback(self._connection.close)
 
     def get(self, spec: RunSpec) -> RunRecord | None:
-        """The finished run of this spec; None if there is none, it failed or is damaged: that deserves another try."""
+        """Return the finished run of this spec; None if it is missing, failed or damaged."""
         stored = self._select("runs", "WHERE key = ?", spec.key)
         for _, row in stored:
             if row["status"] != "failed":
@@ -154,7 +154,7 @@ class Store:
         self._claims.discard(spec.key)
 
     def claim(self, spec: RunSpec) -> bool:
-        """Say that this process trains a run; False if another one that is alive does so, or it is finished.
+        """Claim a run for this process; False if another live process has claimed it, or it is finished.
 
         A claim lasts while `put_running` renews it, for half a minute at most without, and until `put` or `close`.
         """
@@ -167,7 +167,7 @@ class Store:
                     "SELECT owner, seen FROM running WHERE key = ?", (spec.key,)
                 ).fetchone()
                 is_free = stored is None or not _is_held(stored[0].decode(), stored[1], self._owner)
-                # Another process may have finished it since it was last looked for.
+                # Another process may have finished it since the last search.
                 is_free = is_free and self.get(spec) is None
                 if is_free:
                     self._insert("running", (spec.key, json.dumps(spec.as_dict()), 0, "{}", time.time(), self._owner))
@@ -178,7 +178,7 @@ class Store:
         return is_free
 
     def put_running(self, spec: RunSpec, step: int, curves: Mapping[str, Sequence[float]]) -> None:
-        """Show how far an unfinished run is, until it is put; for those who look on, never taken for a result."""
+        """Publish the progress of an unfinished run for observers; it is never taken for a result."""
         if self._path is None:
             return
         values = (spec.key, json.dumps(spec.as_dict()), step, _write_curves(curves), time.time(), self._owner)
@@ -193,7 +193,7 @@ class Store:
             self._insert("records", values)
 
     def records(self, kind: str | None = None) -> list[Record]:
-        """The finished records, of one kind or all, the latest last: to draw or print again without computing.
+        """Return the finished records, of one kind or all, the latest last, to plot or print again without computing.
 
         >>> with Store(None) as store:
         ...     store.put_record(Record("variance", {"seed": 0}, {"variance": []}))
@@ -209,7 +209,7 @@ class Store:
         return [record for *_, record in sorted(found, key=lambda one: one[:2])]
 
     def runs(self, most: int, keys: Sequence[str] | None = None) -> list[dict[str, Any]]:
-        """The rows of the latest finished runs, the newest first, of these keys or all; their JSON is read.
+        """Return the rows of the latest finished runs, the newest first, of these keys or all; their JSON is read.
 
         >>> with Store(None) as store:
         ...     store.put(RunSpec(), RunRecord({"status": "done"}))
@@ -221,12 +221,12 @@ class Store:
         return [row for _, row in rows]
 
     def running(self, most: int) -> list[dict[str, Any]]:
-        """The rows of unfinished runs that were heard of lately, with their curves so far."""
+        """Return the rows of unfinished runs that were heard of lately, with their curves so far."""
         lately = time.time() - _SILENT_SECONDS
         return [row for _, row in self._select("running", f"WHERE seen > ? ORDER BY key LIMIT {most}", lately)]
 
     def last_finished(self) -> float | None:
-        """When the latest run was finished; None if there is none."""
+        """Return the time at which the latest run finished; None if there is none."""
         with in_words(self._path):
             latest: float | None = self._connection.execute("SELECT MAX(finished) FROM runs").fetchone()[0]
         return latest
@@ -238,7 +238,7 @@ class Store:
         self._connection.execute(statement, (*values, seal(values)))
 
     def _select(self, table: str, condition: str, *values: Any) -> list[tuple[int, dict[str, Any]]]:
-        """The sound rows, each after its number, their JSON read; damaged ones are reported."""
+        """Return the sound rows, each after its number, their JSON read; damaged ones are reported."""
         with in_words(self._path):
             rows = select(self._connection, table, condition, *values)
         sound = []
@@ -283,7 +283,7 @@ def _write_curves(curves: Mapping[str, Sequence[float]]) -> str:
 
 
 def _is_held(owner: str, seen: float, own: str) -> bool:
-    """Whether another process that is alive has claimed a run."""
+    """Tell whether another process that is alive has claimed a run."""
     if owner in ("", own) or time.time() - seen > _SILENT_SECONDS:
         return False
     host, process, _ = owner.split(":")

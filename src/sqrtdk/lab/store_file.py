@@ -1,4 +1,4 @@
-"""The SQLite file of a store: making it, opening it to write or only to read, sealing its rows, errors in words."""
+"""SQLite file of a store: creation, opening, checksums of rows, and clear errors."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def identify(connection: sqlite3.Connection) -> tuple[int, int, int]:
 
 
 def seal(values: Sequence[Any]) -> str:
-    """Checksum of the values of a row, as text; numbers count as they are written.
+    """Return the checksum of the values of a row as a string; numbers count as they are written.
 
     >>> seal(["a", 1.5]) == seal(["a", 1.5]) != seal(["a", 1.25])
     True
@@ -150,7 +150,7 @@ def seal(values: Sequence[Any]) -> str:
 
 
 def select(connection: sqlite3.Connection, table: str, condition: str = "", *values: Any) -> list[tuple[Any, ...]]:
-    """Rows of a table for `unseal`, each after its number; files of version 1 lack columns and tables."""
+    """Return the rows of a table for `unseal`, each after its number; files of version 1 lack columns and tables."""
     present = {column[1].decode() for column in connection.execute(f"PRAGMA table_info({table})")}
     if not present:
         return []
@@ -161,7 +161,7 @@ def select(connection: sqlite3.Connection, table: str, condition: str = "", *val
 
 
 def unseal(table: str, stored: Sequence[Any]) -> dict[str, Any]:
-    """Read a row of `table`, its columns and then its checksum, by name: texts decoded, times and steps as numbers.
+    """Read a row of `table`, its columns and then its checksum, by name: strings decoded, times and steps as numbers.
 
     Raises:
         ValueError: the row is damaged; the message says how.
@@ -197,10 +197,10 @@ def read_mapping(text: str) -> dict[str, Any]:
 
 @contextmanager
 def in_words(path: Path | None) -> Iterator[None]:
-    """Turn what SQLite reports into an error that says what to do."""
+    """Turn an SQLite error into an error that says what to do."""
     try:
         yield
-    except UnicodeDecodeError as error:  # a text that SQLite puts into its own message
+    except UnicodeDecodeError as error:  # a string that SQLite puts into its own message
         raise _damaged(path, error) from None
     except sqlite3.DatabaseError as error:
         # The low byte is the kind, the rest says where it happened.

@@ -1,4 +1,4 @@
-"""The swap: what a change of scale does to a trained model, beside what it does from a random start."""
+"""Swap of the scale: its effect on a trained model, beside training from a random start."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sqrtdk.display import count
-from sqrtdk.lab.ablation import curves_of, show_loss
+from sqrtdk.lab.ablation import curves_of
 from sqrtdk.lab.laboratory import Lab
 from sqrtdk.lab.outcomes import Quartiles, finite, or_infinite, quartiles
 from sqrtdk.lab.spec import RunSpec, list_seeds
 from sqrtdk.lab.store import RunRecord
 from sqrtdk.lab.tasks import Task
-from sqrtdk.records import Record
-from sqrtdk.setting_names import name_policy
+from sqrtdk.records.record import Record
+from sqrtdk.show.table import count
+from sqrtdk.wording.names import name_policy
+from sqrtdk.wording.numbers import write_loss
 
 _STAGES = ("trained", "swapped", "continued", "scratch")
 _STAGE_WORDS = {
@@ -139,7 +140,7 @@ def _summarise_stage(stage: str, words: str, rows: Sequence[Mapping[str, Any]], 
 
 
 def _headline(summary: Sequence[Mapping[str, Any]]) -> str:
-    stages = ", ".join(f"{row['stage']} {show_loss(row['loss_median'])}" for row in summary)
+    stages = ", ".join(f"{row['stage']} {write_loss(row['loss_median'])}" for row in summary)
     return f"the scale taken away from a trained model, median held-out loss: {stages}."
 
 
@@ -153,7 +154,8 @@ def _read(task: Task, summary: Sequence[Mapping[str, Any]], rows: Sequence[Mappi
         low, high = row["loss_iqr"]
         solved = round(row["solved_fraction"] * row["n"])
         sentences.append(
-            f"{meaning}: median held-out loss {show_loss(row['loss_median'])} [{show_loss(low)}, {show_loss(high)}], "
+            f"{meaning}: median held-out loss {write_loss(row['loss_median'])} "
+            f"[{write_loss(low)}, {write_loss(high)}], "
             + (f"accuracy {row['accuracy_median']:.2f}, " if row["accuracy_median"] is not None else "")
             + f"solved by {solved} of {count(row['n'], 'seed')}."
         )

@@ -1,4 +1,4 @@
-"""Many runs: those the store has are reused, the rest waits for an executor and is kept as each finishes."""
+"""Sweep over many runs: stored runs are reused, an executor trains the rest, each is kept as it finishes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sqrtdk.lab.store import RunRecord, Store
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a sweep is.
+    """Progress of a sweep.
 
     Args:
         done: finished runs, the reused ones included.
@@ -37,7 +37,7 @@ ProgressCallback = Callable[[Progress], None]
 
 
 class Sweep:
-    """What is finished, what is left, and how to say so."""
+    """State of a sweep: finished and pending runs, and the report of progress."""
 
     def __init__(self, specs: Sequence[RunSpec], store: Store, progress: ProgressCallback | None) -> None:
         self.store = store
@@ -62,7 +62,7 @@ class Sweep:
         return True
 
     def take(self) -> RunSpec | None:
-        """The next run to train; None while other sweeps on the same store train all that are pending.
+        """Return the next run to train; None while other sweeps on the same store train all that are pending.
 
         Runs that another sweep has finished meanwhile are taken from the store.
         """

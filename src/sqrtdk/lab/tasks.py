@@ -1,4 +1,4 @@
-"""The tasks a small transformer is trained on: what goes in, what is asked, and when a task counts as solved."""
+"""Training tasks for a small transformer: input, questions, and the loss at which a task counts as solved."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from sqrtdk import checks
 from sqrtdk.errors import InvalidValueError, unknown_name
 
 Codes = npt.NDArray[np.int64]
@@ -25,7 +26,7 @@ _PAGE = 2048
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences and what is asked of them.
+    """Sequences and their questions.
 
     Args:
         tokens: what the model reads, `[B, L]`.
@@ -45,7 +46,7 @@ class Task(ABC):
     @property
     @abstractmethod
     def alphabet(self) -> int:
-        """How many symbols there are, in the input and in the answers."""
+        """Return the number of symbols, in the input and in the answers."""
 
     @property
     @abstractmethod
@@ -55,17 +56,17 @@ class Task(ABC):
     @property
     @abstractmethod
     def answers(self) -> int:
-        """How many positions at the end of a sequence are asked, T."""
+        """Return the number T of asked positions at the end of a sequence."""
 
     @property
     @abstractmethod
     def threshold(self) -> float:
-        """The loss in nats below which the task counts as solved."""
+        """Return the loss in nats below which the task counts as solved."""
 
     @property
     @abstractmethod
     def solved_when(self) -> str:
-        """The threshold in words."""
+        """Return the threshold in words."""
 
     @property
     @abstractmethod
@@ -74,21 +75,16 @@ class Task(ABC):
 
     @property
     def chance_loss(self) -> float:
-        """The loss in nats of a uniform guess."""
+        """Return the loss in nats of a uniform guess."""
         return math.log(self.alphabet)
 
     @abstractmethod
-    def draw(self, rng: np.random.Generator, size: int) -> Batch:
-        """Draw a batch for training."""
+    def sample(self, rng: np.random.Generator, size: int) -> Batch:
+        """Sample a batch for training."""
 
     @abstractmethod
     def held_out(self) -> Batch:
-        """The data every run is judged on, the same for all of them."""
-
-
-def _require_at_least(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InvalidValueError(name, f"must be an integer of at least {least}, got {value!r}")
+        """Return the data every run is judged on, the same for all of them."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +93,7 @@ class Recall(Task):
 
     Keys and values share one alphabet; the keys of a sequence differ, its values need not.
 
-    >>> batch = Recall(pairs=2, symbols=4).draw(np.random.default_rng(0), size=1)
+    >>> batch = Recall(pairs=2, symbols=4).sample(np.random.default_rng(0), size=1)
     >>> batch.tokens.shape, batch.targets.shape
     ((1, 6), (1, 2))
     """
@@ -107,8 +103,8 @@ class Recall(Task):
     name = "recall"
 
     def __post_init__(self) -> None:
-        _require_at_least("pairs", self.pairs, 1)
-        _require_at_least("symbols", self.symbols, 2)
+        object.__setattr__(self, "pairs", checks.integer("pairs", self.pairs, 1))
+        object.__setattr__(self, "symbols", checks.integer("symbols", self.symbols, 2))
         if self.symbols < self.pairs:
             raise InvalidValueError(
                 "symbols",
@@ -117,7 +113,7 @@ class Recall(Task):
 
     @property
     def alphabet(self) -> int:
-        """How many symbols there are; keys and values share them."""
+        """Return the number of symbols, which keys and values share."""
         return self.symbols
 
     @property
@@ -132,12 +128,12 @@ class Recall(Task):
 
     @property
     def threshold(self) -> float:
-        """A tenth of the loss of a guess."""
+        """Return a tenth of the loss of a guess."""
         return self.chance_loss / 10.0
 
     @property
     def solved_when(self) -> str:
-        """The threshold in words."""
+        """Return the threshold in words."""
         return (
             f"recall counts as solved when the loss on the queries is below {self.threshold:.3f} nats, "
             f"a tenth of chance (ln {self.symbols} = {self.chance_loss:.3f})"
@@ -148,8 +144,8 @@ class Recall(Task):
         """None: the sequences are generated."""
         return None
 
-    def draw(self, rng: np.random.Generator, size: int) -> Batch:
-        """Draw `size` new sequences."""
+    def sample(self, rng: np.random.Generator, size: int) -> Batch:
+        """Sample `size` new sequences."""
         keys = rng.random((size, self.symbols)).argsort(axis=1)[:, : self.pairs]
         values = rng.integers(0, self.symbols, (size, self.pairs))
         order = rng.random((size, self.pairs)).argsort(axis=1)
@@ -158,8 +154,8 @@ class Recall(Task):
         return Batch(np.concatenate([pairs, queries], axis=1), np.take_along_axis(values, order, axis=1))
 
     def held_out(self) -> Batch:
-        """512 sequences from a generator of their own, the same for every run."""
-        return self.draw(np.random.default_rng([_HELD_OUT_STREAM]), _HELD_OUT_SEQUENCES)
+        """Return 512 sequences from a generator of their own, the same for every run."""
+        return self.sample(np.random.default_rng([_HELD_OUT_STREAM]), _HELD_OUT_SEQUENCES)
 
 
 @dataclass(frozen=True)
@@ -196,9 +192,9 @@ def _read_corpus() -> _Corpus:
 
 @dataclass(frozen=True)
 class Text(Task):
-    """The next character of the help texts in the standard library's `pydoc_data.topics`.
+    """Next-character prediction on the help pages in the standard library's `pydoc_data.topics`.
 
-    Every tenth page of 2048 characters is held out. The texts differ between Python versions, so their
+    Every tenth page of 2048 characters is held out. The pages differ between Python versions, so their
     SHA-256 goes into every record.
     """
 
@@ -206,7 +202,7 @@ class Text(Task):
     name = "text"
 
     def __post_init__(self) -> None:
-        _require_at_least("context", self.context, 2)
+        object.__setattr__(self, "context", checks.integer("context", self.context, 2))
         shorter = min(len(_read_corpus().training), len(_read_corpus().held_out))
         if self.context >= shorter:
             raise InvalidValueError(
@@ -215,12 +211,12 @@ class Text(Task):
 
     @property
     def alphabet(self) -> int:
-        """How many different characters the texts have."""
+        """Return the number of different characters."""
         return _read_corpus().alphabet
 
     @property
     def length(self) -> int:
-        """The context."""
+        """Return the context."""
         return self.context
 
     @property
@@ -230,12 +226,12 @@ class Text(Task):
 
     @property
     def threshold(self) -> float:
-        """The held-out loss of character pairs: a model without attention can do no better."""
+        """Return the held-out loss of character pairs: a model without attention can do no better."""
         return _read_corpus().bigram_loss
 
     @property
     def solved_when(self) -> str:
-        """The threshold in words."""
+        """Return the threshold in words."""
         return (
             f"text counts as solved when the loss is below {self.threshold:.3f} nats, the held-out loss of counted "
             f"character pairs, so only by looking further back than one character "
@@ -244,16 +240,16 @@ class Text(Task):
 
     @property
     def data_hash(self) -> str:
-        """SHA-256 of the whole text."""
+        """Return the SHA-256 of the whole input."""
         return _read_corpus().sha256
 
-    def draw(self, rng: np.random.Generator, size: int) -> Batch:
-        """Draw `size` windows of the training text, anywhere."""
+    def sample(self, rng: np.random.Generator, size: int) -> Batch:
+        """Sample `size` windows anywhere in the training input."""
         training = _read_corpus().training
         return self._windows(training, rng.integers(0, len(training) - self.context, size))
 
     def held_out(self) -> Batch:
-        """256 windows spread evenly over the held-out pages."""
+        """Return 256 windows spread evenly over the held-out pages."""
         pages = _read_corpus().held_out
         last = len(pages) - self.context - 1
         return self._windows(pages, np.linspace(0, last, _HELD_OUT_WINDOWS).astype(np.int64))
@@ -267,7 +263,7 @@ _TASKS: dict[str, type[Task]] = {task.name: task for task in (Recall, Text)}
 
 
 def names() -> list[str]:
-    """The names of the tasks.
+    """Return the names of the tasks.
 
     >>> names()
     ['recall', 'text']

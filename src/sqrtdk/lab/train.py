@@ -1,4 +1,4 @@
-"""One run: a spec becomes a trained model, and the model's numbers become a record. Divergence is a result."""
+"""Training of one run: a spec becomes a trained model and a record. Divergence is a result."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class _Run:
         self.report = report
 
     def execute(self) -> dict[str, Any]:
-        """Train, with the swap if there is one, and say how it ended."""
+        """Train, with the swap if there is one, and return the status."""
         spec, outcome = self.spec, dict[str, Any]()
         if spec.start_scale is not None:
             self.model.set_scale(spec.start_scale)
@@ -102,7 +102,7 @@ class _Run:
         accuracies: list[float] = []
         for step in range(first, last):
             is_point = step % self.spec.record_every == 0 or step == last - 1
-            scores, seen, targets = self.ask(self.task.draw(self.rng, self.spec.batch), statistics=is_point)
+            scores, seen, targets = self.ask(self.task.sample(self.rng, self.spec.batch), statistics=is_point)
             loss = functional.cross_entropy(scores, targets)
             losses.append(loss.item())
             if not math.isfinite(losses[-1]):
@@ -125,19 +125,19 @@ class _Run:
             self.curves[name].append(point[name])
 
     def ask(self, batch: Batch, *, statistics: bool = False) -> tuple[Tensor, list[SeenAttention], Tensor]:
-        """The model's scores, one row per question, what its attention did if asked for, and the right answers."""
+        """Return scores, a row per question, attention statistics if asked for, and the right answers."""
         scores, seen = self.model(torch.from_numpy(batch.tokens), statistics)
         return scores.flatten(0, 1), seen, torch.from_numpy(batch.targets).flatten()
 
     def evaluate(self) -> tuple[float | None, float | None]:
-        """Loss and accuracy on the held-out data with the present scale; None when the loss is not finite."""
+        """Return loss and accuracy on the held-out data with the present scale; None when the loss is not finite."""
         with torch.no_grad():
             scores, _, targets = self.ask(self.held_out)
             loss = functional.cross_entropy(scores, targets).item()
             return (loss, _accuracy(scores, targets)) if math.isfinite(loss) else (None, None)
 
     def describe_end(self) -> dict[str, Any]:
-        """What each head does on the held-out data, and where temperatures ended that were learned."""
+        """Describe each head on the held-out data, and the final learned temperatures."""
         with torch.no_grad():
             _, seen, _ = self.ask(self.held_out, statistics=True)
         learned = describe_temperature(seen, self.spec.d_k) if self.spec.scale in LEARNABLE else {}

@@ -1,4 +1,4 @@
-"""The small causal transformer that is trained, with a scale that can be swapped and weights that pair up.
+"""Small causal transformer with a swappable scale and weights that pair up across runs.
 
 Shapes: B sequences, H heads, L positions (queries and keys), D = dₖ.
 """
@@ -14,15 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sqrtdk.call import Band
 from sqrtdk.lab.spec import STEPS, RunSpec, query_key_factor
 from sqrtdk.lab.tasks import Task
+from sqrtdk.operation.visibility import Band
 from sqrtdk.scales import LEARNABLE, Policy, resolve
 from sqrtdk.statistics import AttentionStatistics
 from sqrtdk.torch import attention
 from sqrtdk.torch.nn import make_learnable
-from sqrtdk.torch.policies import apply_scale
-from sqrtdk.torch.scale_protocol import LearnableScale
+from sqrtdk.torch.scales import LearnableScale, apply_scale
 
 _WEIGHT_STREAM = 1
 _QUERY_KEY_STREAM = 2
@@ -32,7 +31,7 @@ _OF_HEADS = ("entropy_ratio", "saturation_index", "jacobian_trace")
 
 
 class SeenAttention(NamedTuple):
-    """What one layer's attention did in a pass: its row statistics `[B, H, L]`, and the q, k and scale that it had."""
+    """Attention of one layer in one pass: its row statistics `[B, H, L]`, and its q, k and scale."""
 
     statistics: AttentionStatistics
     query: Tensor
@@ -47,11 +46,11 @@ class SeenAttention(NamedTuple):
         return factor.double().expand(self.query.shape[:-1])
 
 
-def draw_query_key(rng: np.random.Generator, init: str, d_out: int, d_in: int, d_k: int) -> Tensor:
-    """Draw W_q or W_k, `[d_out, d_in]`, d_out = heads·dₖ.
+def sample_query_key(rng: np.random.Generator, init: str, d_out: int, d_in: int, d_k: int) -> Tensor:
+    """Sample W_q or W_k, `[d_out, d_in]`, d_out = heads·dₖ.
 
     For an input of mean square 1 an entry of q has variance 1 (`unit`), 1/3 (`torch`: uniform in ±1/√d_in as
-    nn.Linear), 2·d_in/(d_in + d_out) (`xavier`, uniform), 1/√dₖ (`absorbed`: unit times dₖ^−¼, so that q·k carries
+    nn.Linear), 2·d_in/(d_in + d_out) (`xavier`, uniform), 1/√dₖ (`rescaled`: unit times dₖ^−¼, so that q·k carries
     the factor 1/√dₖ without any scale) or √dₖ (`grown`: unit times dₖ^¼, which makes 1/√dₖ of the scale 1/dₖ).
     """
     if init in STEPS:
@@ -70,8 +69,8 @@ class _Block(nn.Module):
         d_model, d_out = spec.d_model, spec.heads * spec.d_k
         self.heads = spec.heads
         self.learnable = nn.ModuleDict()
-        self.w_q = nn.Parameter(draw_query_key(query_key_rng, spec.init, d_out, d_model, spec.d_k))
-        self.w_k = nn.Parameter(draw_query_key(query_key_rng, spec.init, d_out, d_model, spec.d_k))
+        self.w_q = nn.Parameter(sample_query_key(query_key_rng, spec.init, d_out, d_model, spec.d_k))
+        self.w_k = nn.Parameter(sample_query_key(query_key_rng, spec.init, d_out, d_model, spec.d_k))
         self.w_v = _draw(rng, d_model, d_model)
         self.w_o = _draw(rng, d_model, d_model)
         self.w_in = _draw(rng, spec.feedforward, d_model) if spec.feedforward else None
@@ -93,12 +92,12 @@ class _Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A pre-norm decoder with learned positions, no biases, and norms without gain.
+    """Pre-norm decoder with learned positions, no biases, and norms without gain.
 
     Embeddings and positions have unit variance, all other weights variance 1/fan-in, W_q and W_k as `init` says.
-    The seed draws W_q and W_k from a stream of their own: with one seed, runs that differ in scale or init
+    The seed samples W_q and W_k from a stream of their own: with one seed, runs that differ in scale or init
     have all other weights in common, to the bit. A scale that learns has a module in each block, which begins as a
-    constant and draws nothing.
+    constant and samples nothing.
     """
 
     def __init__(self, spec: RunSpec, task: Task) -> None:
@@ -171,7 +170,7 @@ def _draw(rng: np.random.Generator, rows: int, columns: int, fan_in: int | None 
 
 
 def describe_attention(seen: Sequence[SeenAttention]) -> dict[str, float]:
-    """Means over layers, heads, sequences and queries that see two keys or more.
+    """Return means over layers, heads, sequences and queries that see two keys or more.
 
     Returns:
         `entropy_ratio` H/ln n, `saturation_index` σ/√(2 ln n) with σ the standard deviation of a row's visible
@@ -186,7 +185,7 @@ def describe_attention(seen: Sequence[SeenAttention]) -> dict[str, float]:
 
 
 def describe_heads(seen: Sequence[SeenAttention]) -> list[dict[str, float]]:
-    """The same for each head alone, with its `layer` and `head`: means over sequences and queries that see two keys."""
+    """Return the same for each head alone, with its `layer` and `head`: means over queries that see two keys."""
     heads = []
     for layer, attended in enumerate(seen):
         means = {name: cast(Tensor, getattr(attended.statistics, name))[..., 1:].mean(dim=(0, 2)) for name in _OF_HEADS}

@@ -1,4 +1,4 @@
-"""The page of an audit: one HTML file that needs nothing else, with style inside and no script."""
+"""Audit page: one self-contained HTML file with its style inside and no script."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from importlib import resources
 from pathlib import Path
 
 from sqrtdk.audits import Audit, Comparison
-from sqrtdk.audits.markup import render_audit, render_comparison, render_heads
-from sqrtdk.display import count
+from sqrtdk.audits.html import render_audit, render_comparison, render_heads
 from sqrtdk.report.files import write_whole
+from sqrtdk.show.table import count
 
 __all__ = ["render_audit_page", "write_audit_page"]
 
@@ -27,7 +27,7 @@ def write_audit_page(audit: Audit, path: str | Path, comparison: Comparison | No
 
 
 def render_audit_page(audit: Audit, comparison: Comparison | None = None, other: str = "") -> str:
-    """The page that `write_audit_page` writes; every text from outside is escaped."""
+    """Return the page that `write_audit_page` writes; every text from outside is escaped."""
     style = (resources.files("sqrtdk.report") / "page.css").read_text(encoding="utf-8")
     about = audit.about
     name = str(about.get("source", about.get("model", "a model")))
@@ -40,7 +40,7 @@ def render_audit_page(audit: Audit, comparison: Comparison | None = None, other:
     ]
     lines = "<br>".join(f"{escape(word)}: {escape(str(value))}" for word, value in made if value)
     compared = (
-        f"<section><h2>Compared with {escape(other)}</h2>{render_comparison(comparison)}</section>"
+        f"<section><h2>Changes since {escape(other)}</h2>{render_comparison(comparison)}</section>"
         if comparison is not None
         else ""
     )

@@ -1,69 +1,83 @@
-"""Cards for claims: those that are wrong or depend first, each with its source and the command that checks it."""
+"""Cards for claims: each is headed by the fact, the important ones first, with source and command below."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from sqrtdk.display import count
-from sqrtdk.records import Record, Row
+from sqrtdk.records.record import Record, Row
 from sqrtdk.report.palette import VERDICT_MARKS
 from sqrtdk.report.table import render_text
+from sqrtdk.show.table import count
 
-__all__ = ["render_claims"]
+__all__ = ["FIRST", "LAST", "render_claims"]
 
-_ORDER = ("wrong", "depends", "undecided", "holds")
+FIRST = (
+    *("grad.vanish", "grad.learning", "grad.inverse", "soft.onehot", "soft.uniform", "soft.small", "soft.trained"),
+    *("scale.models", "var.init", "var.inputs", "op.instability", "soft.unstable", "grad.most", "grad.explode"),
+)
+"""Claims about the question of the page, the most important first."""
+
+LAST = (
+    *("scale.quoted", "scale.reason", "soft.peak", "soft.five8", "var.five", "soft.exp", "soft.sum", "op.code"),
+    "scale.mentioned",
+)
+"""Claims about quotes, worked numbers and misprints."""
+
 _WORDS = {"wrong": "Wrong", "depends": "It depends", "undecided": "Undecided", "holds": "Holds"}
 _SUBJECTS = {
     "op": "on the operation",
-    "var": "on the variance law",
-    "soft": "on softmax saturation",
-    "grad": "on gradients",
+    "var": "on variance",
+    "soft": "on softmax",
+    "grad": "on gradients and training",
     "scale": "on scaling policies",
 }
 
 
 def render_claims(record: Record, *, opened: bool = False) -> str:
-    """Cards of all claims; those that hold are folded away unless `opened`."""
-    rows = record.tables["claims"]
+    """Render cards of all claims by importance; those that hold are folded unless `opened`."""
     titles = {str(row["source"]): str(row["title"]) for row in record.tables.get("texts", ())}
-    by_verdict = {
-        verdict: [row for row in rows if row["verdict"] == verdict]
-        for verdict in (*_ORDER, *dict.fromkeys(str(row["verdict"]) for row in rows))
-    }
-    parts = [f'<p class="lead">{escape(_count(rows))}</p>', _render_texts(titles)]
-    for verdict, members in by_verdict.items():
-        cards = f'<div class="cards">{"".join(_render_card(row, titles) for row in members)}</div>'
-        if not members:
-            continue
-        if verdict == "holds":
-            state = " open" if opened else ""
-            parts.append(
-                f"<details{state}><summary>{count(len(members), 'claim')} that hold</summary>{cards}</details>"
-            )
-        else:
-            parts.append(cards)
+    rows = sorted(record.tables["claims"], key=_rank)
+    holding = [row for row in rows if row["verdict"] == "holds"]
+    others = [row for row in rows if row["verdict"] != "holds"]
+    parts = [f'<p class="lead">{escape(_count(rows))}</p>', _render_sources(titles)]
+    if others:
+        parts.append(_render_cards(others, titles, opened))
+    if holding:
+        state = " open" if opened else ""
+        summary = f"<summary>{count(len(holding), 'claim')} that hold</summary>"
+        parts.append(f"<details{state}>{summary}{_render_cards(holding, titles, opened)}</details>")
     return "".join(parts)
+
+
+def _rank(row: Row) -> int:
+    name = str(row["id"])
+    return FIRST.index(name) - len(FIRST) if name in FIRST else LAST.index(name) + 1 if name in LAST else 0
+
+
+def _render_cards(rows: Sequence[Row], titles: Mapping[str, str], opened: bool) -> str:
+    return f'<div class="cards">{"".join(_render_card(row, titles, opened) for row in rows)}</div>'
 
 
 def _count(rows: Sequence[Row]) -> str:
     verdicts = Counter(str(row["verdict"]) for row in rows)
     words = {
-        "wrong": "wrong",
-        "depends": "depending on what the sources leave out",
-        "undecided": "undecided",
-        "holds": "as the sources say",
+        "holds": "hold",
+        "depends": "depend on conditions that the sources leave out",
+        "wrong": "are wrong",
+        "undecided": "cannot be decided here",
     }
-    listed = ", ".join(f"{verdicts[name]} {words[name]}" for name in _ORDER if verdicts[name])
-    return f"{count(len(rows), 'sentence')} of the four sources, computed one by one: {listed}."
+    listed = ", ".join(f"{verdicts[name]} {words[name]}" for name in words if verdicts[name])
+    return f"{count(len(rows), 'claim')} of the four sources were checked by computation: {listed}."
 
 
-def _render_texts(titles: Mapping[str, str]) -> str:
+def _render_sources(titles: Mapping[str, str]) -> str:
     if not titles:
         return ""
     items = "".join(f"<li><b>{escape(name)}</b> {escape(title)}</li>" for name, title in titles.items())
-    return f'<ul class="texts">{items}</ul>'
+    return f'<ul class="sources">{items}</ul>'
 
 
 def _name_place(row: Row, titles: Mapping[str, str]) -> str:
@@ -75,15 +89,27 @@ def _name_place(row: Row, titles: Mapping[str, str]) -> str:
     return f"{where}{', ' if subject else ''}{subject}"
 
 
-def _render_card(row: Row, titles: Mapping[str, str]) -> str:
-    verdict = str(row["verdict"])
+def _render_card(row: Row, titles: Mapping[str, str], opened: bool) -> str:
+    verdict, claimed, why = (str(row[name]) for name in ("verdict", "claimed", "why"))
+    # A claim that holds is the fact; otherwise the first sentence of the reason states it.
+    fact, rest = (claimed, why) if verdict == "holds" else _split_sentence(why)
+    lines = {
+        "claim": "" if verdict == "holds" else render_text(claimed),
+        "more": render_text(rest),
+        "source": escape(_name_place(row, titles)),
+        "check it": f'<code class="command">sqrtdk claims {escape(str(row["id"]))}</code>',
+    }
+    listed = "".join(f"<dt>{word}</dt><dd>{text}</dd>" for word, text in lines.items() if text)
     mark = f"{VERDICT_MARKS.get(verdict, '?')} {_WORDS.get(verdict, verdict)}"
-    name = escape(str(row["id"]))
     return (
-        f'<article class="card" id="claim-{name}" data-verdict="{escape(verdict)}">'
-        f'<h3><span class="verdict {escape(verdict)}">{escape(mark)}</span> {render_text(str(row["claimed"]))}</h3>'
-        f"<dl><dt>computed</dt><dd>{render_text(str(row['computed']))}</dd>"
-        f"<dt>why</dt><dd>{render_text(str(row['why']))}</dd>"
-        f"<dt>said by</dt><dd>{escape(_name_place(row, titles))}</dd>"
-        f'<dt>check it</dt><dd><code class="command">sqrtdk claims {name}</code></dd></dl></article>'
+        f'<article class="card" id="claim-{escape(str(row["id"]))}" data-verdict="{escape(verdict)}">'
+        f'<h3><span class="verdict {escape(verdict)}">{escape(mark)}</span> {render_text(fact)}</h3>'
+        f"<dl>{listed}</dl>"
+        f"<details{' open' if opened else ''}><summary>computed numbers</summary>"
+        f"<p>{render_text(str(row['computed']))}</p></details></article>"
     )
+
+
+def _split_sentence(text: str) -> tuple[str, str]:
+    first, _, rest = re.sub(r"(?<=[.!?]) (?=[A-Z0-9])", "\n", text, count=1).partition("\n")
+    return first, rest

@@ -1,4 +1,4 @@
-"""Normal numbers from a counter: the same in Python and, written once more in `try_it.js`, in a browser.
+"""Normal numbers from a counter: Python and, in `try_it.js`, a browser compute the same ones.
 
 Entry (row, column) of a table of standard normal numbers depends on the seed, the row and the column alone: a longer
 or a wider table has the shorter one inside. Every operation is on 32-bit integers or rounded as IEEE 754 says, but for
@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["draw_normal", "mix"]
+__all__ = ["mix", "sample_normal"]
 
 _UNIT = 2.0**-32
 _ROW, _SEED = 0x9E3779B1, 0x85EBCA77
@@ -32,13 +32,13 @@ def mix(values: npt.ArrayLike) -> npt.NDArray[np.uint32]:
     return x
 
 
-def draw_normal(rows: int, columns: int, *, seed: int = 0, first_row: int = 0) -> npt.NDArray[np.float64]:
-    """Rows `first_row` to `first_row + rows` of the seed's table of standard normal numbers, `[rows, columns]`.
+def sample_normal(rows: int, columns: int, *, seed: int = 0, first_row: int = 0) -> npt.NDArray[np.float64]:
+    """Return rows `first_row` to `first_row + rows` of the seed's table of standard normal numbers, `[rows, columns]`.
 
     Columns 2i and 2i + 1 are the two numbers of Box and Muller (1958) from one pair of uniform ones:
     √(−2 ln u₁)·cos 2πu₂ and √(−2 ln u₁)·sin 2πu₂, each u = (h + ½)/2³² with h a 32-bit hash.
 
-    >>> wide, narrow = draw_normal(3, 8), draw_normal(1, 5, first_row=2)
+    >>> wide, narrow = sample_normal(3, 8), sample_normal(1, 5, first_row=2)
     >>> bool((wide[2:, :5] == narrow).all())
     True
     """

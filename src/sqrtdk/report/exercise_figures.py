@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from sqrtdk.display import count
-from sqrtdk.records import Record, Row
+from sqrtdk.records.record import Record, Row
 from sqrtdk.report.palette import ACCENT, NEUTRAL, policy_colour
 from sqrtdk.report.panels import (
     Axis,
@@ -24,18 +23,19 @@ from sqrtdk.report.panels import (
     name_ticks,
     spread_out,
 )
-from sqrtdk.setting_names import name_policy
+from sqrtdk.show.table import count
+from sqrtdk.wording.names import name_policy
 
 _POLICIES = ("none", "sqrt", "inverse")
-# For sizes and quantities: the colours of the three policies stand for the policies alone.
+# Colours for sizes and quantities; the colours of the three policies mean the policies alone.
 _OTHER_COLOURS = (ACCENT, "#b08900", "#0f9fb0", NEUTRAL)
 _DASHES: tuple[Dash, ...] = ("solid", "dash", "dot")
-# More curves or maps than this show less.
+# More curves or maps than this would be unreadable.
 _MOST_DENSITIES, _MOST_PATTERNS = 4, 9
 
 
 def show_variance(record: Record) -> Figure:
-    """The measured spread of q·k beside the law √dₖ, and its distributions."""
+    """Plan the measured standard deviation of q·k beside √dₖ, and its distributions."""
     rows = record.tables["variance"]
     sizes = sorted({row["d_k"] for row in rows})
     grid = [min(sizes) * (max(sizes) / min(sizes)) ** (i / 40) for i in range(41)]
@@ -68,11 +68,11 @@ def show_variance(record: Record) -> Figure:
         _state_spread(rows),
         (
             spread,
-            _show_densities(record, shown, "none", "Scores, unscaled"),
+            _show_densities(record, shown, "none", "Scores without scaling"),
             _show_densities(record, shown, "sqrt", "Scores divided by √dₖ"),
         ),
-        caption="Left: lines are the law, dots the measurement with its 95% interval. Middle and right: the "
-        f"distribution of the scores at {where}.",
+        caption="Left: lines are the variance formula, dots the measurement with its 95% interval. Middle and right: "
+        f"the distribution of the scores at {where}.",
     )
 
 
@@ -107,12 +107,12 @@ def _show_densities(record: Record, sizes: Sequence[int], policy: str, title: st
 
 
 def show_saturation(record: Record) -> Figure:
-    """The weights and the Jacobian of softmax([x, 0, …]) over x, and the points of saturation."""
+    """Plan the weights and the Jacobian of softmax([x, 0, …]) over x, and the points of saturation."""
     lines = draw_saturation(record)
     main = next(row for row in record.tables["points"] if row["main"])
     end = float(record.spec["largest"])
     within = main["x"] <= end
-    marks = (ReferenceLine(main["x"], f"saturated, x = {main['x']:.2f}", "vertical", "start"),) if within else ()
+    marks = (ReferenceLine(main["x"], f"saturated, x = {main['x']:.2f}", "vertical", "end"),) if within else ()
     axis = Axis("x", low=0.0, high=1.02 * end)
     weights = Panel(
         "Weights",
@@ -123,7 +123,7 @@ def show_saturation(record: Record) -> Figure:
         name="weights",
     )
     sensitivity = Panel(
-        "What training can still feel",
+        "Response to the scores",
         axis,
         Axis("size", low=0.0, high=1.14),
         (lines["jacobian_trace"], lines["slope"], lines["entropy_ratio"]),
@@ -132,7 +132,7 @@ def show_saturation(record: Record) -> Figure:
     )
     solutions = record.tables["points"]
     points = Panel(
-        "Where it saturates, by definition",
+        "Saturation point by definition",
         Axis("x", low=0.0, high=1.1 * max(row["x"] for row in solutions)),
         Axis(
             ticks=tuple((float(index), _short_definition(index)) for index in range(len(solutions))),
@@ -171,7 +171,7 @@ def show_saturation(record: Record) -> Figure:
 
 
 def draw_saturation(record: Record) -> dict[str, Line]:
-    """The curves of softmax([x, 0, …]) over x, by the names that the record has for them."""
+    """Return the curves of softmax([x, 0, …]) over x by their names in the record."""
     violet, amber, teal, grey = _OTHER_COLOURS
     x = floats(record.curves["x"])
     looks: dict[str, tuple[str, str, Dash]] = {
@@ -192,7 +192,7 @@ def _short_definition(index: int) -> str:
 
 
 def show_temperature(record: Record) -> Figure:
-    """Attention patterns by temperature, and what the temperature does to entropy and gradients."""
+    """Plan attention patterns by temperature, and entropy and gradients over the temperature."""
     rows = record.tables["temperature"]
     patterns = record.curves["patterns"]
     # Logarithmic: on a linear scale that holds a one-hot row, every softer one would be black.
@@ -239,7 +239,7 @@ def show_temperature(record: Record) -> Figure:
         columns=3,
         panel_height=250,
         caption=f"Maps: weights of the same queries and keys at {of}, one logarithmic colour range. Dots: means over "
-        "all draws; the bars of H/ln n and of the gradient are 95% intervals.",
+        "all samples; the bars of H/ln n and of the gradient are 95% intervals.",
     )
 
 

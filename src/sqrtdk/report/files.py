@@ -6,22 +6,22 @@ import importlib.util
 import os
 import secrets
 from pathlib import Path
+from typing import Any
 
 from sqrtdk.errors import InvalidValueError, missing_extra
-from sqrtdk.records import Record
 from sqrtdk.report import matplotlib_renderer, plotly_renderer
-from sqrtdk.report.kinds import figure_for
+from sqrtdk.report.notebook import plan_figure
 from sqrtdk.report.panels import Figure
 from sqrtdk.report.shell import wrap_page
 
 FORMATS = (".png", ".svg", ".html")
 
 
-def save_figure(record: Record, path: str | Path) -> Path:
-    """Draw a record's figure into a file, PNG, SVG or a self-contained HTML page, chosen by the suffix.
+def save_figure(data: Any, path: str | Path) -> Path:
+    """Write the figure of a result to a file: PNG, SVG or a self-contained HTML page, chosen by the suffix.
 
     Args:
-        record: what to show; its kind must have a figure.
+        data: a `Record` whose kind has a figure, an `Audit`, or whatever else `figure` takes.
         path: the file to write; an existing one is replaced once the new one is complete.
 
     Returns:
@@ -32,7 +32,7 @@ def save_figure(record: Record, path: str | Path) -> Path:
         MissingExtraError: matplotlib (PNG, SVG) or plotly (HTML) is not installed.
     """
     suffix = require_drawable(path)
-    return write_whole(path, _render(figure_for(record), suffix))
+    return write_whole(path, _render(plan_figure(data), suffix))
 
 
 def require_drawable(path: str | Path) -> str:

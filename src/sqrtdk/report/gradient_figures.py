@@ -1,4 +1,4 @@
-"""Figures of what passes back through the softmax, and of what the scale does at one size."""
+"""Figures of gradients through the softmax, and of the scale at one size."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from sqrtdk.display import count
-from sqrtdk.records import Record
+from sqrtdk.records.record import Record
 from sqrtdk.report.palette import NEUTRAL, policy_colour
 from sqrtdk.report.panels import (
     Axis,
@@ -24,7 +23,9 @@ from sqrtdk.report.panels import (
     floats,
     name_ticks,
 )
-from sqrtdk.setting_names import name_policy
+from sqrtdk.show.table import count
+from sqrtdk.wording.names import name_policy
+from sqrtdk.wording.numbers import write_number, write_percent
 
 _POLICIES = ("none", "sqrt", "inverse")
 _SYMBOLS: dict[str, Symbol] = {"mean": "circle", "median": "diamond", "p5": "cross"}
@@ -47,7 +48,7 @@ def show_gradients(record: Record) -> Figure:
                     -reach,
                     reach,
                     colours="diverging",
-                    text=tuple(tuple(map(_name_entry, row)) for row in jacobian["matrix"]),
+                    text=tuple(tuple(write_number(entry, 3) for entry in row) for row in jacobian["matrix"]),
                     colour_bar=False,
                 ),
             ),
@@ -75,19 +76,12 @@ def _state_gradients(rows: Sequence[Any]) -> str:
     places = list(dict.fromkeys((row["d_k"], row["n"]) for row in rows))
     larger = sum(cells[*at, "none"]["grad_q_mean"] > cells[*at, "sqrt"]["grad_q_mean"] for at in places)
     most = max(places, key=lambda at: cells[*at, "none"]["top_share"])
-    shares = [100 * cells[*most, policy]["top_share"] for policy in ("none", "sqrt")]
+    shares = [write_percent(cells[*most, policy]["top_share"]) for policy in ("none", "sqrt")]
     return (
-        f"Unscaled, the mean gradient of q is larger than with 1/√dₖ in {larger} of {count(len(places), 'size')}; "
-        f"at dₖ = {most[0]}, n = {most[1]} a twentieth of the rows holds {shares[0]:.0f} % of its square, with 1/√dₖ "
-        f"{shares[1]:.0f} %"
+        f"Without scaling the mean gradient of q is larger than with 1/√dₖ in {larger} of "
+        f"{count(len(places), 'size')}; at dₖ = {most[0]}, n = {most[1]} a twentieth of the rows holds {shares[0]} of "
+        f"its square, with 1/√dₖ {shares[1]}"
     )
-
-
-def _name_entry(value: float) -> str:
-    if value == 0 or abs(value) >= 5e-4:
-        return f"{value:.3f}".replace("-", "−")
-    mantissa, exponent = f"{value:.0e}".split("e")
-    return f"{mantissa}e{int(exponent)}".replace("-", "−")
 
 
 def _show_gradient_norms(rows: Sequence[Any], n: int, quantity: str, title: str) -> Panel:
@@ -109,27 +103,23 @@ def show_explanation(record: Record) -> Figure:
     """Ranked weights, entropy and concentration against the theory, and where this size lies."""
     d_k, n = record.spec["d_k"], record.spec["n"]
     keys = {row["scale"]: row["measured"] for row in record.tables["explain"] if row["quantity"] == "effective_keys"}
-    law = record.curves["law"]
-    drawn = any(value is not None for name in ("entropy_ratio", "sum_p2") for value in law[name])
+    limit = record.curves["limit"]
+    drawn = any(value is not None for name in ("entropy_ratio", "sum_p2") for value in limit[name])
     return Figure(
-        f"dₖ = {d_k}: a query attends to {_name_keys(keys['none'])} of {n} keys without scaling, to "
-        f"{_name_keys(keys['sqrt'])} with 1/√dₖ and to {_name_keys(keys['inverse'])} with 1/dₖ",
+        f"dₖ = {d_k}: a query attends to {write_number(keys['none'], 2)} of {n} keys without scaling, to "
+        f"{write_number(keys['sqrt'], 2)} with 1/√dₖ and to {write_number(keys['inverse'], 2)} with 1/dₖ",
         (
             _show_ranked_weights(record),
-            _show_law(record, "entropy_ratio", "Entropy ratio H/ln n"),
-            _show_law(record, "sum_p2", "Concentration Σp²"),
-            _show_condensation_map(record),
+            _show_limit(record, "entropy_ratio", "Entropy ratio H/ln n"),
+            _show_limit(record, "sum_p2", "Concentration Σp²"),
+            _show_concentration_map(record),
         ),
         columns=2,
         caption="Keys are counted as effective ones, 1/Σp². Diamonds: measured, with 95% intervals. Solid grey: the "
         "exact average over rows of one σ at this n; rows of Gaussian q differ in σ, the more the smaller dₖ. "
-        + ("Dashed: the law for n → ∞ where it states its error, H up to ρ = ½ and Σp² from 2 on. " if drawn else "")
+        + ("Dashed: the limit n → ∞ where its error is known, H up to ρ = ½ and Σp² from 2 on. " if drawn else "")
         + "Without scaling ρ = √(dₖ/(2 ln n)). Map: past the solid line Σp² ≥ ½ on average, exact at each n.",
     )
-
-
-def _name_keys(keys: float) -> str:
-    return f"{keys:.2g}" if keys < 10 else f"{keys:.0f}"
 
 
 def _show_ranked_weights(record: Record) -> Panel:
@@ -153,14 +143,16 @@ def _show_ranked_weights(record: Record) -> Panel:
     )
 
 
-def _show_law(record: Record, quantity: str, title: str) -> Panel:
-    law = record.curves["law"]
+def _show_limit(record: Record, quantity: str, title: str) -> Panel:
+    curve = record.curves["limit"]
     rows = {(row["scale"], row["quantity"]): row for row in record.tables["explain"]}
     series: list[Series] = []
-    if any(value is not None for value in law[quantity]):
-        series.append(Line(floats(law["rho"]), floats(law[quantity]), NEUTRAL, "law, n → ∞", dash="dash", width=1.4))
+    if any(value is not None for value in curve[quantity]):
+        series.append(
+            Line(floats(curve["rho"]), floats(curve[quantity]), NEUTRAL, "limit, n → ∞", dash="dash", width=1.4)
+        )
     series.append(
-        Line(floats(law["exact_rho"]), floats(law[f"exact_{quantity}"]), NEUTRAL, "exact at this n", width=1.8)
+        Line(floats(curve["exact_rho"]), floats(curve[f"exact_{quantity}"]), NEUTRAL, "exact at this n", width=1.8)
     )
     for policy in _POLICIES:
         at, rho = rows[policy, quantity], rows[policy, "saturation_index"]
@@ -185,27 +177,27 @@ def _show_law(record: Record, quantity: str, title: str) -> Panel:
     )
 
 
-def _show_condensation_map(record: Record) -> Panel:
+def _show_concentration_map(record: Record) -> Panel:
     plane = record.curves["map"]
     here = plane["here"]
     x = floats(plane["n"])
-    lowest, highest = 0.6, max(4.0 * here["d_k"], 4.0 * max(plane["nearly_one_hot"]), 1024.0)
+    lowest, highest = 0.6, max(4.0 * here["d_k"], 4.0 * max(plane["concentrated"]), 1024.0)
     middle = len(x) // 2
     return Panel(
-        "Unscaled attention: where it concentrates",
+        "Concentration without scaling",
         Axis("keys n", log=True),
         Axis("dₖ", log=True, low=lowest, high=highest),
         (
             Line(x, floats(plane["begins"]), NEUTRAL, dash="dash"),
-            Line(x, floats(plane["nearly_one_hot"]), NEUTRAL, dash="dash"),
+            Line(x, floats(plane["concentrated"]), NEUTRAL, dash="dash"),
             Line(floats(plane["exact_n"]), floats(plane["concentrated_from"]), NEUTRAL),
             Points((float(here["n"]),), (float(here["d_k"]),), policy_colour("none"), symbol="diamond", size=10),
         ),
         notes=(
-            Note(x[1], math.sqrt(plane["nearly_one_hot"][middle // 2] * highest), "one or two keys", "right"),
+            Note(x[1], math.sqrt(plane["concentrated"][middle // 2] * highest), "one or two keys", "right"),
             Note(x[middle], math.sqrt(plane["begins"][middle] * lowest), "spread", "right"),
             Note(x[9], plane["begins"][9] * 0.72, "2 ln n (n → ∞)", "below"),
-            Note(x[3], plane["nearly_one_hot"][3] * 1.4, "8 ln n (n → ∞)", "above"),
+            Note(x[3], plane["concentrated"][3] * 1.4, "8 ln n (n → ∞)", "above"),
             Note(float(here["n"]), float(here["d_k"]), f"dₖ {here['d_k']}, n {here['n']}", "above"),
         ),
     )

@@ -1,4 +1,4 @@
-"""Figures of what a user measured: weights, row statistics, heads of a layer, layers × heads of a model."""
+"""Figures of a user's measurements: weights, row statistics, heads of a layer, layers × heads of a model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from sqrtdk.audits import Audit
-from sqrtdk.display import count, name_layer
 from sqrtdk.errors import InvalidValueError
 from sqrtdk.report.palette import ACCENT, NEUTRAL, policy_colour
 from sqrtdk.report.panels import (
@@ -18,6 +17,7 @@ from sqrtdk.report.panels import (
     Figure,
     Heatmap,
     Line,
+    Numbers,
     Panel,
     Points,
     ReferenceLine,
@@ -26,19 +26,20 @@ from sqrtdk.report.panels import (
     name_ticks,
     spread_out,
 )
+from sqrtdk.show.table import count, name_layer
 from sqrtdk.statistics import AttentionStatistics
 from sqrtdk.summary import HeadSummary
 
 Array = npt.NDArray[Any]
 
-# More cells than pixels, or more marks than can be told apart, only make a figure slow.
+# More cells than pixels, or more marks than are distinguishable, only make a figure slow.
 _MOST_CELLS, _MOST_MARKS, _MOST_MAPS = 256, 2000, 4
 _RATIO, _INDEX = "entropy ratio H/ln n", "saturation index ρ = σ/√(2 ln n)"
 _COLOUR = policy_colour("sqrt")
 
 
 def show_weights(weights: Array) -> Figure:
-    """The weights `[..., H, L, S]` (or `[L, S]`) of the first sequence, a map per head, four heads at most."""
+    """Plan the weights `[..., H, L, S]` (or `[L, S]`) of the first sequence, a map per head, four heads at most."""
     maps = weights.reshape(-1, *weights.shape[-2:]) if weights.ndim < 4 else weights[(0,) * (weights.ndim - 3)]
     if not maps.size:
         raise InvalidValueError("weights", f"must have a head, a query and a key to draw, got shape {weights.shape}")
@@ -64,7 +65,7 @@ def show_weights(weights: Array) -> Figure:
 
 
 def show_rows(statistics: AttentionStatistics) -> Figure:
-    """Row statistics `[..., H, L]`: entropy ratio over positions, and against the saturation index beside the law."""
+    """Row statistics `[..., H, L]`: entropy ratio over positions, and over the saturation index."""
     rows = statistics.numpy()
     ratio, index = (np.where(rows.visible_keys > 0, x, np.nan) for x in (rows.entropy_ratio, rows.saturation_index))
     counted = np.isfinite(ratio)
@@ -80,8 +81,8 @@ def show_rows(statistics: AttentionStatistics) -> Figure:
         f"the least {np.nanmin(ratio):.2g}",
         (_draw_positions(by_head, positions), _draw_diagram(ratio[counted], index[counted])),
         columns=2,
-        caption="1: the row weighs all keys alike, 0: one key has all the weight. The line is what independent "
-        "Gaussian logits do as n grows (H/ln n = 1 − ρ²); past ρ = 1 they condense." + _say_thinned(ratio.shape[-1]),
+        caption="1: all keys weigh the same, 0: one key has everything. The line is the many-key limit for independent "
+        "Gaussian logits (H/ln n = 1 − ρ²). Above ρ = 1 a few keys dominate." + _say_thinned(ratio.shape[-1]),
     )
 
 
@@ -103,12 +104,12 @@ def _draw_diagram(ratios: Array, indices: Array) -> Panel:
         Points(floats(indices[kept]), floats(ratios[kept]), _COLOUR, "rows", size=4.0),
         Line(floats(limit), floats(1.0 - limit**2), NEUTRAL, "1 − ρ²", dash="dash"),
     )
-    lines = (ReferenceLine(1.0, "condensation begins", "vertical"),)
+    lines = (ReferenceLine(1.0, "concentration begins", "vertical"),)
     return Panel("how sharp rows are", Axis(_INDEX), Axis("H/ln n", low=0.0, high=1.05), series, lines)
 
 
 def show_heads(summary: HeadSummary) -> Figure:
-    """The heads of one layer: mean entropy ratio with the middle 90% of rows, and the largest logit."""
+    """Plan the heads of one layer: mean entropy ratio with the middle 90% of rows, and the largest logit."""
     if not summary.heads:
         raise InvalidValueError("summary", "must have a head to draw, got none")
     heads = floats(range(summary.heads))
@@ -132,35 +133,30 @@ def show_heads(summary: HeadSummary) -> Figure:
 
 def show_layers(layers: Mapping[str, HeadSummary]) -> Figure:
     """Layers × heads: mean entropy ratio and largest logit of every head."""
-    grids = [
-        [summary[name].mean if name == "entropy_ratio" else summary[name].largest for summary in layers.values()]
-        for name in ("entropy_ratio", "max_logit")
-    ]
-    return _draw_model("", list(layers), *grids)
+    ratios = [floats(summary["entropy_ratio"].mean) for summary in layers.values()]
+    return _draw_model("", list(layers), ratios, [floats(summary["max_logit"].largest) for summary in layers.values()])
 
 
 def show_audit(audit: Audit) -> Figure:
-    """The heads of an audited model, as `show_layers`."""
+    """Plan the heads of an audited model, as `show_layers`."""
     layers = audit.layers
     ratios, logits = (
-        [[getattr(head, name) for head in heads] for heads in layers.values()]
+        [floats(getattr(head, name) for head in heads) for heads in layers.values()]
         for name in ("entropy_ratio", "max_logit")
     )
     return _draw_model(f"{audit.about.get('model', 'a model')}, ", list(layers), ratios, logits)
 
 
-def _draw_model(name: str, paths: Sequence[str], ratios: Sequence[Any], logits: Sequence[Any]) -> Figure:
+def _draw_model(name: str, paths: Sequence[str], ratios: Sequence[Numbers], logits: Sequence[Numbers]) -> Figure:
     most = max((len(row) for row in ratios), default=0)
     if not most:
         raise InvalidValueError("there", "must be a head to draw, got none")
     numbered = [
-        (f"head {head} of layer {layer}", _number(value))
-        for layer, row in enumerate(ratios)
-        for head, value in enumerate(row)
+        (f"head {head} of layer {layer}", value) for layer, row in enumerate(ratios) for head, value in enumerate(row)
     ]
     layer_axis = Axis("layer", ticks=tuple((float(at), str(at)) for at in spread_out(range(len(paths)), 16)))
     head_axis = Axis("head", ticks=name_ticks(range(most)))
-    finite = [_number(value) for row in logits for value in row if math.isfinite(_number(value))]
+    finite = [value for row in logits for value in row if math.isfinite(value)]
     ends = (min([0.0, *finite]), max([1.0, *finite]))
     panels = (
         Panel(_RATIO, head_axis, layer_axis, (_heat(ratios, most, 0.0, 1.0),)),
@@ -176,16 +172,12 @@ def _draw_model(name: str, paths: Sequence[str], ratios: Sequence[Any], logits: 
     )
 
 
-def _heat(rows: Sequence[Any], most: int, low: float, high: float) -> Heatmap:
-    return Heatmap(tuple(floats([*map(_number, row), *[math.nan] * (most - len(row))]) for row in rows), low, high)
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else float(value)
+def _heat(rows: Sequence[Numbers], most: int, low: float, high: float) -> Heatmap:
+    return Heatmap(tuple((*row, *[math.nan] * (most - len(row))) for row in rows), low, high)
 
 
 def _name_extremes(heads: Sequence[tuple[str, float]]) -> str:
-    """Which is the sharpest and which the broadest of named entropy ratios."""
+    """Name the sharpest and the broadest of named entropy ratios."""
     known = [(value, name) for name, value in heads if math.isfinite(value)]
     if not known:
         return "none has a row that sees two keys or more"
@@ -202,7 +194,7 @@ def _mean_over_batch(ratio_NHL: Array) -> Array:
 
 
 def _thin(matrix: Array) -> Array:
-    """At most so many rows and columns of a matrix, evenly spread."""
+    """Return at most so many rows and columns of a matrix, evenly spread."""
     rows, columns = (spread_out(range(length), _MOST_CELLS) for length in matrix.shape)
     return matrix[np.ix_(rows, columns)]
 

@@ -1,16 +1,17 @@
-"""How each kind of record looks, in one place: the columns of its tables, its figure, its title."""
+"""Kinds of records: the columns of their tables, their figure and their title."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from sqrtdk.errors import unknown_name
-from sqrtdk.records import Record
+from sqrtdk.errors import InvalidValueError, unknown_name
+from sqrtdk.records.record import Record
 from sqrtdk.report import (
     exercise_figures,
     gradient_figures,
     learning_figures,
+    monitor_figures,
     story_figures,
     zoo_figures,
 )
@@ -20,11 +21,11 @@ Columns = Sequence[str] | None
 
 
 class Kind(NamedTuple):
-    """How a kind of record looks.
+    """Presentation of a kind of record.
 
     Args:
         tables: the tables that a terminal shows, each with its columns; None: all of them.
-        figure: draws it; None: there is nothing to draw.
+        figure: plans its figure; None: the kind has no figure.
         title: above it on a page of its own; empty: the kind itself.
         prints_curves: whether `--json` prints the curves without being asked.
     """
@@ -48,17 +49,19 @@ _ABLATION = Kind(
     prints_curves=False,
 )
 
+_BEST_COLUMNS = ("scale", "init", "lr", "d_k", "final_loss_median")
+
 CLAIM_COLUMNS = ("id", "source", "claimed", "computed", "verdict", "why")
 """The columns of claims in the report and in Markdown."""
 
 KINDS: dict[str, Kind] = {
     "claims": Kind(
         {"claims": ("id", "source", "verdict", "claimed", "computed", "why")},
-        title="What the texts claim",
+        title="What the four sources claim",
     ),
-    "condensation": Kind(
+    "concentration": Kind(
         {
-            "condensation": ("d_k", "n", "scale", "rows", "effective_keys", "sum_p2", "entropy_ratio", "max_weight"),
+            "concentration": ("d_k", "n", "scale", "rows", "effective_keys", "sum_p2", "entropy_ratio", "max_weight"),
             "crossover": None,
         },
         story_figures.show_effective_keys,
@@ -91,32 +94,45 @@ KINDS: dict[str, Kind] = {
         dict.fromkeys(("ratios", "timings", "costs", "growth", "memory", "left_out")),
         prints_curves=False,
     ),
+    "monitor": Kind(
+        {"alerts": None}, monitor_figures.show_monitor, "What heads do while they train", prints_curves=False
+    ),
     "zoo": Kind({"families": None}, zoo_figures.show_zoo, "The scale that models use"),
     "spread": Kind({"spread": None}),
     "info": Kind({"backends": None}),
     "scales": Kind({"scales": None}),
+    "claim list": Kind({"claims": None}),
+    "expectations": Kind({"reproductions": None}),
+    "reproductions": Kind(
+        {"reproductions": ("name", "expected", "measured", "low", "high", "verdict", "source")},
+        title="Published results, computed again",
+    ),
 }
 """Every kind of record."""
 
 
 def topic_of(record: Record) -> str:
-    """Where a record stands in `KINDS`: its kind; ablations are "learned" if scales learn, "widths" with several dₖ."""
+    """Return a record's key in `KINDS`: its kind; ablations are "learned" if scales learn, "widths" with several dₖ."""
     if record.kind != "ablation":
         return record.kind
-    if any(row.get("temperature_by_layer") for row in record.tables["best"]):
+    best = record.tables.get("best", [])
+    missing = [name for name in _BEST_COLUMNS if not best or any(name not in row for row in best)]
+    if missing:
+        raise InvalidValueError("record", f"must be an ablation whose table best has {', '.join(missing)}, got another")
+    if any(row.get("temperature_by_layer") for row in best):
         return "learned"
-    return "widths" if len({row["d_k"] for row in record.tables["best"]}) > 1 else "ablation"
+    return "widths" if len({row["d_k"] for row in best}) > 1 else "ablation"
 
 
 def kind_of(record: Record) -> Kind:
-    """How a record looks; an unknown kind raises and lists the known ones."""
+    """Return the presentation of a record; an unknown kind raises and lists the known ones."""
     if record.kind not in KINDS:
         raise unknown_name("record kind", record.kind, list(KINDS))
     return KINDS[topic_of(record)]
 
 
 def shown_tables(record: Record) -> dict[str, Columns]:
-    """The tables that a terminal shows, each with those of its columns that the record has; None: all."""
+    """Return the tables that a terminal shows, each with those of its columns that the record has; None: all."""
     shown: dict[str, Columns] = {}
     for name, columns in kind_of(record).tables.items():
         rows = record.tables[name]
@@ -125,7 +141,7 @@ def shown_tables(record: Record) -> dict[str, Columns]:
 
 
 def figure_for(record: Record) -> Figure:
-    """The figure that shows a record.
+    """Return the figure that shows a record.
 
     Raises:
         InvalidValueError: no figure is defined for the record's kind; the message lists the known kinds.
@@ -141,7 +157,7 @@ def figure_for(record: Record) -> Figure:
 
 
 def figure_kinds() -> list[str]:
-    """The kinds of records that have a figure.
+    """Return the kinds of records that have a figure.
 
     >>> "variance" in figure_kinds()
     True

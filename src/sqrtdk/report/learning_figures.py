@@ -1,4 +1,4 @@
-"""Figures of training: learning curves by policy with every seed shown, final losses, what attention did meanwhile."""
+"""Figures of training: learning curves by policy with every seed, final losses, attention statistics."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from sqrtdk.display import count
-from sqrtdk.records import Record
+from sqrtdk.records.record import Record
 from sqrtdk.report.palette import ACCENT, NEUTRAL, policy_colour
-from sqrtdk.report.panels import Axis, Dash, Figure, Line, Panel, Points, ReferenceLine, Series, floats
-from sqrtdk.setting_names import name_policy, name_setting
+from sqrtdk.report.panels import Axis, Dash, Figure, Line, Panel, Points, ReferenceLine, Series, floats, name_ticks
+from sqrtdk.show.table import count
+from sqrtdk.wording.names import name_policy, name_setting
+from sqrtdk.wording.numbers import write_loss
 
 _MOST_POINTS = 150
 _QUANTITIES = {
@@ -24,9 +25,9 @@ _QUANTITIES = {
 # By the start of W_q and W_k and by their step; whatever else is dotted.
 _DASHES: dict[tuple[str, str], Dash] = {
     ("unit", "unit"): "solid",
-    ("absorbed", "unit"): "dash",
+    ("rescaled", "unit"): "dash",
     ("grown", "unit"): "dash",
-    ("absorbed", "absorbed"): "dashdot",
+    ("rescaled", "rescaled"): "dashdot",
     ("grown", "grown"): "dashdot",
 }
 
@@ -42,11 +43,11 @@ class Group(NamedTuple):
 
     @property
     def dash(self) -> Dash:
-        """How its lines are drawn."""
+        """Return the dash of its lines."""
         return _DASHES.get((self.init, self.qk_step), "dot")
 
     def label(self, varying: Sequence[str]) -> str:
-        """The policy and whatever else tells this group from the others."""
+        """Return the policy and whatever else distinguishes this group from the others."""
         size = f"dₖ {self.d_k}" if "d_k" in varying else ""
         rate = f"lr {self.lr:g}" if "lr" in varying else ""
         init, qk_step = (self.init, self.qk_step) if "init" in varying else ("unit", "unit")
@@ -54,7 +55,7 @@ class Group(NamedTuple):
 
 
 def list_varying(groups: Collection[Group]) -> list[str]:
-    """What tells groups apart beside the policy: ``"init"`` (the start or the step of W_q and W_k) and ``"d_k"``."""
+    """Return what distinguishes groups beside the policy: ``"init"`` (start or step of W_q and W_k) and ``"d_k"``."""
     starts = {(group.init, group.qk_step) for group in groups}
     return [*(["init"] if len(starts) > 1 else []), *(["d_k"] if len({group.d_k for group in groups}) > 1 else [])]
 
@@ -121,26 +122,21 @@ def show_ablation(record: Record) -> Figure:
 
 
 def _state_losses(record: Record, varying: Sequence[str]) -> str:
-    """The medians of the table, lowest first; of several dₖ those of each setting side by side."""
+    """Return the medians of the table, lowest first; of several dₖ those of each setting side by side."""
     losses: dict[str, list[float | None]] = {}
     for row in sorted(record.tables["best"], key=lambda row: row["d_k"]):
         losses.setdefault(group_of(row).label([name for name in varying if name != "d_k"]), []).append(
             row["final_loss_median"]
         )
     ranked = sorted(losses.items(), key=lambda item: [math.inf if loss is None else loss for loss in item[1]])
-    listed = "; ".join(f"{label} {', '.join(map(name_loss, values))}" for label, values in ranked)
+    listed = "; ".join(f"{label} {', '.join(map(write_loss, values))}" for label, values in ranked)
     sizes = sorted({row["d_k"] for row in record.tables["best"]})
     at = f" at dₖ = {', '.join(map(str, sizes))}" if len(sizes) > 1 else ""
     return f"{str(record.spec.get('task', 'training')).capitalize()}, median held-out loss{at}: {listed}"
 
 
-def name_loss(loss: float | None) -> str:
-    """A loss as text; that of a diverged run is infinite."""
-    return "∞" if loss is None or not math.isfinite(loss) else f"{loss:.3g}"
-
-
 def show_swap(record: Record) -> Figure:
-    """The loss of every seed at each stage of a swap of scales, and the training losses around the swap."""
+    """Plan the loss of every seed at each stage of a swap of scales, and the training losses around the swap."""
     start, scale = str(record.spec["start_scale"]), str(record.spec["scale"])
     swap = float(record.spec["start_steps"])
     series: list[Series] = []
@@ -172,11 +168,11 @@ def show_swap(record: Record) -> Figure:
 
 
 def _stage_loss(record: Record, stage: str) -> str:
-    return name_loss(median_loss([row[f"{stage}_loss"] for row in record.tables["swap"]]))
+    return write_loss(median_loss([row[f"{stage}_loss"] for row in record.tables["swap"]]))
 
 
 def show_stages(rows: Sequence[Mapping[str, Any]], words: Mapping[str, str] | None = None) -> Panel:
-    """The loss of every seed at each stage, and the medians; `words` names stages for readers."""
+    """Plan the loss of every seed at each stage, and the medians; `words` names stages for readers."""
     stages = [name for name in rows[0] if name.endswith("_loss")]
     places = floats(range(len(stages)))
     series: list[Series] = [
@@ -207,19 +203,19 @@ def group_runs(runs: Sequence[Mapping[str, Any]]) -> dict[Group, list[Mapping[st
 
 
 def group_of(run: Mapping[str, Any]) -> Group:
-    """The setting of a run, or of a row about runs; older records know no step of W_q and W_k."""
+    """Return the setting of a run, or of a row about runs; older records know no step of W_q and W_k."""
     return Group(run["scale"], run["init"], float(run["lr"]), int(run["d_k"]), run.get("qk_step", "unit"))
 
 
 def list_tried(record: Record) -> dict[Group, list[Mapping[str, Any]]]:
-    """The runs that tried several learning rates; empty where each setting had one."""
+    """Return the runs that tried several learning rates; empty where each setting had one."""
     tried = group_runs(record.tables.get("selection_runs") or record.tables["runs"])
     settings = {group._replace(lr=0.0) for group in tried}
     return tried if len(settings) < len(tried) else {}
 
 
 def median_loss(values: Sequence[float | None]) -> float:
-    """The median as the tables have it, a diverged run being the worst; NaN, which is not drawn, if it is infinite."""
+    """Return the median, a diverged run being the worst; NaN, which is not drawn, if the median is infinite."""
     ranked = [math.inf if value is None or math.isnan(value) else value for value in values]
     middle = statistics.median(ranked) if ranked else math.inf
     return middle if math.isfinite(middle) else math.nan
@@ -234,7 +230,7 @@ def show_curves(
     *,
     seeds: bool = True,
 ) -> Panel:
-    """A quantity over the steps: a bold line per setting, the median of its seeds, and a thin one per seed."""
+    """Plan a quantity over the steps: a bold line per setting, the median of its seeds, and a thin one per seed."""
     thin: list[Series] = []
     bold: list[Series] = []
     for group, runs in groups.items():
@@ -305,13 +301,13 @@ def _show_finals(finals: Mapping[Group, Sequence[Mapping[str, Any]]], varying: S
 
 
 def show_finals_by_rate(finals: Mapping[Group, Sequence[Mapping[str, Any]]], varying: Sequence[str], d_k: int) -> Panel:
-    """Every final loss over its learning rate, the medians of a setting joined by a line."""
+    """Plan every final loss over its learning rate, the medians of a setting joined by a line."""
     chosen = {group: runs for group, runs in finals.items() if group.d_k == d_k}
     return _show_finals_over("lr", "learning rate", chosen, [name for name in varying if name != "d_k"])
 
 
 def show_by_size(finals: Mapping[Group, Sequence[Mapping[str, Any]]], varying: Sequence[str]) -> Panel:
-    """Every final loss over its dₖ, the medians of a setting joined by a line."""
+    """Plan every final loss over its dₖ, the medians of a setting joined by a line."""
     return _show_finals_over("d_k", "dₖ", finals, [name for name in varying if name != "d_k"])
 
 
@@ -344,7 +340,7 @@ def _show_finals_over(
     drawn = [loss for one in families.values() for losses in one.values() for loss in losses if loss is not None]
     return Panel(
         f"Final held-out loss by {title}",
-        Axis(title, log=True, ticks=tuple((x, f"{x:g}") for x in places)),
+        Axis(title, log=True, ticks=name_ticks(places, most=3)),
         Axis("held-out loss, nats", log=_spans_decades(drawn)),
         tuple(series),
     )
@@ -353,7 +349,7 @@ def _show_finals_over(
 def show_temperatures(
     best: Mapping[Group, Mapping[str, Any]], finals: Mapping[Group, Sequence[Mapping[str, Any]]], title: str
 ) -> Panel:
-    """Where learned temperatures ended: a dot per head and seed, the medians of the layers joined by a line."""
+    """Plan learned temperatures: a dot per head and seed, the medians of the layers joined by a line."""
     series: list[Series] = []
     layers = 0
     for place, (group, row) in enumerate(best.items()):

@@ -1,4 +1,4 @@
-"""One Plotly figure of a user's own data, for a notebook: any result of sqrtdk, its panels side by side."""
+"""Plotly figures for notebooks: any result of sqrtdk, its panels side by side."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from sqrtdk.attention import Attention
 from sqrtdk.audits import Audit
 from sqrtdk.errors import InvalidTypeError, InvalidValueError
-from sqrtdk.records import Record
+from sqrtdk.operation.attention import Attention
+from sqrtdk.records.record import Record
 from sqrtdk.report.head_figures import show_audit, show_heads, show_layers, show_rows, show_weights
 from sqrtdk.report.kinds import figure_for
 from sqrtdk.report.panels import Figure, Heatmap
@@ -55,7 +55,7 @@ def figure(data: Any) -> Any:
 
 
 def plan_figure(data: Any) -> Figure:
-    """What `figure` draws, before anything draws it."""
+    """Return the figure that `figure` draws, as data."""
     match data:
         case Attention():
             return _plan_result(data)
@@ -67,7 +67,7 @@ def plan_figure(data: Any) -> Figure:
             return show_audit(data)
         case Record():
             return figure_for(data)
-    # What was seen lives in the torch layer, which this one does not know: it is told by its layers.
+    # The result of a watch lives in the torch layer, which this module does not import: its layers identify it.
     layers = data if isinstance(data, Mapping) else getattr(data, "layers", None)
     if isinstance(layers, Mapping) and all(isinstance(one, HeadSummary) for one in layers.values()):
         return show_layers(layers)
@@ -157,5 +157,5 @@ def _wrap(text: str, letters: int) -> str:
 
 
 def _refer(reference: str | None, axis: str) -> str:
-    """An axis of the subplot in place of that of a chart by itself."""
+    """Return an axis of the subplot in place of that of a chart by itself."""
     return f"{axis} domain" if reference == "paper" else axis

@@ -1,4 +1,4 @@
-"""The report: one self-contained page that tells the records as a story."""
+"""Report page: one self-contained HTML file made from records."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import Any
 
 from sqrtdk.audits import Audit
 from sqrtdk.audits.shipped import read_shipped
-from sqrtdk.cells import format_cell
 from sqrtdk.errors import InvalidTypeError, InvalidValueError, unknown_name, warn
-from sqrtdk.records import Record, spec_hash
+from sqrtdk.records.record import Record, spec_hash
 from sqrtdk.report.files import write_whole
 from sqrtdk.report.kinds import KINDS, figure_for, topic_of
 from sqrtdk.report.plotly_renderer import render_fragment
@@ -20,6 +19,7 @@ from sqrtdk.report.shell import wrap_page
 from sqrtdk.report.story import SECTIONS, Chapter, Exhibit, Material, Section, choose_sections
 from sqrtdk.report.table import render_table, render_text
 from sqrtdk.report.training_figures import compares_scaling
+from sqrtdk.wording.quantities import format_cell
 
 __all__ = ["render_report", "write_report"]
 
@@ -36,15 +36,15 @@ def write_report(
     audit: Audit | None = None,
     failures: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write the story of the records as one HTML file that needs nothing else: no network, no other file.
+    """Write the report on the records as one HTML file that needs neither network nor another file.
 
     Args:
-        records: what it is told from, in any order; of two about the same topic the last counts.
+        records: the records in any order; of two on the same topic the last counts.
         path: the file to write; an existing one is replaced once the new one is complete.
-        command: what was called to make the page, shown at its end.
-        only: the sections to write, names of `SECTIONS`; None: all for which there is something to show.
-        full: leave nothing folded.
-        audit: of a real model, measured for this page; None: the one of MiniLM that comes with sqrtdk, with its date.
+        command: the command that made the page, shown at its end.
+        only: the sections to write, names of `SECTIONS`; None: all that have a record.
+        full: unfold everything.
+        audit: an audit measured for this page; None: the audit of MiniLM that ships with sqrtdk, with its date.
         failures: why the record of a topic, or the audit, could not be computed; its sections say so.
 
     A section that cannot be written says why in its place, and warns.
@@ -76,7 +76,7 @@ def render_report(
     bodies = {name: body for name, section in sections.items() if (body := _render_section(name, section, material))}
     shown = {name: section for name, section in sections.items() if name in bodies}
     leading = [bodies.pop(name) for name, section in shown.items() if section.leads]
-    titles = {name: section.title for name, section in shown.items() if not section.leads}
+    titles = {name: section.link for name, section in shown.items() if not section.leads}
     if only is None:
         others = _render_others(named, full)
         bodies |= others
@@ -96,7 +96,7 @@ def render_report(
 
 
 def _name_records(records: Mapping[str, Record] | Sequence[Record], *, may_be_empty: bool) -> dict[str, Record]:
-    """The records by topic: of several about one, the last."""
+    """Return the records by topic, the last one of each."""
     named: dict[str, Record] = {}
     pairs: Iterable[tuple[Any, Any]] = records.items() if isinstance(records, Mapping) else enumerate(records)
     for place, record in pairs:
@@ -105,7 +105,7 @@ def _name_records(records: Mapping[str, Record] | Sequence[Record], *, may_be_em
         if record.kind not in KINDS:
             raise unknown_name("record kind", record.kind, list(KINDS))
         topic = topic_of(record)
-        # An ablation of other scales, as a store may hold it too, does not take the place of the one that is told.
+        # An ablation of other scales, as a store may hold it too, does not replace the one that the page shows.
         if topic in ("ablation", "widths") and topic in named and not compares_scaling(record):
             continue
         named[topic] = record
@@ -115,9 +115,13 @@ def _name_records(records: Mapping[str, Record] | Sequence[Record], *, may_be_em
 
 
 def _render_section(name: str, section: Section, material: Material) -> str:
-    """A section, or where it fails what failed; nothing where nothing of what it would show is there."""
+    """Render a section, or the reason why it failed; empty where none of its records is there."""
     heading = "" if section.leads else f"<h2>{escape(section.title)}</h2>"
-    command = f'<p class="by"><code class="command">{escape(section.command)}</code></p>' if section.command else ""
+    command = (
+        f'<p class="by">Compute it yourself: <code class="command">{escape(section.command)}</code></p>'
+        if section.command
+        else ""
+    )
     failed = [
         f"{need} could not be computed: {why}" for need, why in material.failures.items() if need in section.needs
     ]
@@ -145,8 +149,9 @@ def _render_chapter(name: str, chapter: Chapter, full: bool) -> str:
         for index, (title, figure) in enumerate(chapter.more.items())
     )
     notes = "".join(f'<p class="note">{render_text(note)}</p>' for note in chapter.notes)
+    after = "".join(f"<p>{render_text(paragraph)}</p>" for paragraph in chapter.after)
     text = f"<p>{render_text(chapter.text)}</p>" if chapter.text else ""
-    return f"{text}{notes}{chapter.html}{exhibits}{more}"
+    return f"{text}{notes}{chapter.html}{exhibits}{after}{more}"
 
 
 def _render_exhibit(name: str, exhibit: Exhibit, *, full: bool) -> str:
@@ -168,7 +173,7 @@ def _render_exhibit(name: str, exhibit: Exhibit, *, full: bool) -> str:
 
 
 def _render_others(records: Mapping[str, Record], full: bool) -> dict[str, str]:
-    """Records that no section tells, as those of benchmarks: figure, sentences and tables."""
+    """Render records that no section needs, as those of benchmarks: figure, sentences and tables."""
     taken = {need for section in SECTIONS.values() for need in section.needs}
     sections = {}
     for name, record in records.items():
@@ -223,7 +228,7 @@ def _shorten(text: str, most: int = 400) -> str:
 
 
 def _render_data(records: Mapping[str, Record], audit: Audit | None) -> str:
-    """What the buttons below the figures save, once per record."""
+    """Render the data that the buttons below the figures save, once per record."""
     contents = {name: record.as_json() for name, record in records.items()}
     if audit is not None:
         contents["audit"] = audit.as_json()

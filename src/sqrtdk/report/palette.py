@@ -1,6 +1,6 @@
-"""The colours: one fixed colour per scaling policy and per verdict, in every figure and on the page.
+"""Colours: one fixed colour per scaling policy and per verdict, in every figure and on the page.
 
-The three policies of the texts have the colours of Okabe and Ito (2008), blue lightened until it stands on dark pages;
+The three policies of the sources have the colours of Okabe and Ito (2008), blue lightened to stand on dark pages;
 all are readable on white and on near black. Colour never carries a meaning alone: legends, dashes or symbols repeat it.
 """
 
@@ -27,7 +27,7 @@ _POLICIES = {
 }
 # With a parameter, the gain of qk_norm is fixed: another policy than the one that learns it.
 _FIXED_GAIN = "#e0718f"
-# Two temperatures beside the default are told apart: warm for sharper, cool for softer.
+# Two temperatures beside the default have their own colours: warm for sharper, cool for softer.
 _SHARPER, _SOFTER = "#c0609a", "#5f7fa6"
 
 VERDICT_COLOURS = {"holds": "#2b8a57", "wrong": "#d0342c", "depends": "#b07a00", "undecided": NEUTRAL}
@@ -35,7 +35,7 @@ VERDICT_MARKS = {"holds": "✓", "wrong": "✗", "depends": "◐", "undecided": 
 
 
 def policy_colour(policy: str) -> str:
-    """The colour of a policy by its name, parameters ignored but for temperatures; an unknown one is grey.
+    """Return the colour of a policy by its name, parameters ignored but for temperatures; an unknown one is grey.
 
     >>> policy_colour("fixed:10") == policy_colour("fixed")
     True

@@ -1,4 +1,4 @@
-"""What a figure is, before anything draws it: panels of series with axes, reference lines and notes.
+"""Figures as data, independent of a renderer: panels of series with axes, reference lines and notes.
 
 A `Figure` is plain data. Each renderer draws the same one, so the page and the PNG cannot disagree.
 """
@@ -36,7 +36,7 @@ def floats(values: Iterable[float | None]) -> Numbers:
 
 @dataclass(frozen=True)
 class Line:
-    """A line through points; `group` is its entry in the legend, None leaves it out."""
+    """Line through points; `group` is its entry in the legend, None leaves it out."""
 
     x: Numbers
     y: Numbers
@@ -75,7 +75,7 @@ class Points:
 
 @dataclass(frozen=True)
 class Heatmap:
-    """A matrix as colours, first row on top, with a text in each cell if given; its colour range is part of it.
+    """Matrix as colours, first row on top, with a text in each cell if given; its colour range is part of it.
 
     `ticks` names values on the colour bar, as those of logarithms.
     """
@@ -100,7 +100,7 @@ Series: TypeAlias = Line | Points | Heatmap
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis: its title, whether it is logarithmic, its range, and named ticks in place of numbers."""
+    """Axis: its title, whether it is logarithmic, its range, and named ticks in place of numbers."""
 
     title: str = ""
     log: bool = False
@@ -116,7 +116,7 @@ class Axis:
 
 
 def name_ticks(values: Iterable[float], most: int = 10) -> tuple[tuple[float, str], ...]:
-    """Ticks at values, named by them; of many only some, the ends among them, so that names do not overlap.
+    """Return ticks at values, named by them; of many only some, the ends among them, so that names do not overlap.
 
     >>> name_ticks([4, 64])
     ((4.0, '4'), (64.0, '64'))
@@ -127,7 +127,7 @@ def name_ticks(values: Iterable[float], most: int = 10) -> tuple[tuple[float, st
 
 
 def spread_out(values: Sequence[T], most: int) -> list[T]:
-    """At most so many of the values, evenly over their order, the first and the last among them.
+    """Return at most so many of the values, evenly over their order, the first and the last among them.
 
     >>> spread_out("abcdefg", 4)
     ['a', 'c', 'e', 'g']
@@ -139,7 +139,7 @@ def spread_out(values: Sequence[T], most: int) -> list[T]:
 
 @dataclass(frozen=True)
 class ReferenceLine:
-    """A thin dashed line across the panel at one value, with a few words at its end."""
+    """Thin dashed line across the panel at one value, with a few words at its end."""
 
     value: float
     label: str = ""
@@ -149,7 +149,7 @@ class ReferenceLine:
 
 @dataclass(frozen=True)
 class Note:
-    """A few words at a point of the panel, in data coordinates."""
+    """Few words at a point of the panel, in data coordinates."""
 
     x: float
     y: float
@@ -181,7 +181,7 @@ class Figure:
     panel_height: int = field(default=300)
 
     def legend(self) -> dict[str, Line | Points]:
-        """The legend's entries: each group once, with the first series that carries it.
+        """Return the legend's entries: each group once, with the first series that carries it.
 
         >>> line = Line((0.0,), (1.0,), "#000000", group="none")
         >>> list(Figure("f", (Panel("p", Axis(), Axis(), (line, line)),)).legend())
@@ -195,11 +195,11 @@ class Figure:
         return entries
 
     def part(self, *names: str, columns: int) -> Figure:
-        """The figure with the panels of these names alone."""
+        """Return the figure with the panels of these names alone."""
         return replace(self, panels=tuple(panel for panel in self.panels if panel.name in names), columns=columns)
 
     def panel(self, name: str) -> Panel:
-        """The one panel of this name.
+        """Return the one panel of this name.
 
         >>> Figure("f", (Panel("p", Axis(), Axis(), (), name="first"),)).panel("first").title
         'p'
@@ -209,7 +209,7 @@ class Figure:
 
 
 def one_panel(title: str, panel: Panel, caption: str, height: int = 330) -> Figure:
-    """A figure of a single panel: the figure's title states the finding, so that the panel needs none.
+    """Return a figure of a single panel: the figure's title states the finding, so that the panel needs none.
 
     >>> line = Line((0.0,), (1.0,), "#000000")
     >>> one_panel("It is 1", Panel("y", Axis("x"), Axis("y"), (line,)), "n = 1").panels[0].title

@@ -79,7 +79,7 @@ def render_fragment(figure: Figure, name: str) -> str:
 
 
 def plotly_script() -> str:
-    """Plotly's own JavaScript, from the installed package, so that pages need no network."""
+    """Return Plotly's own JavaScript, from the installed package, so that pages need no network."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:

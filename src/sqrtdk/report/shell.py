@@ -1,4 +1,4 @@
-"""The frame of every page: one HTML file with style, script and Plotly inside, which never asks the network."""
+"""Frame of every page: one HTML file with style, script and Plotly inside, which needs no network."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ def wrap_page(title: str, body: str, scripts: Sequence[str] = ()) -> str:
     """Put a body into a complete page with the style sheet, Plotly's script (once) and the page's own scripts."""
     files = resources.files("sqrtdk.report")
     style = (files / "page.css").read_text(encoding="utf-8")
-    contents = ((files / name).read_text(encoding="utf-8") for name in ("page.js", *scripts))
+    # The shared script is a module to the local pages; here its names are seen by the scripts after it.
+    shared = (resources.files("sqrtdk.wording") / "numbers.js").read_text(encoding="utf-8").replace("export ", "")
+    contents = (
+        shared if name == "numbers.js" else (files / name).read_text(encoding="utf-8") for name in ("page.js", *scripts)
+    )
     embedded = "".join(f"<script>{content}</script>" for content in contents)
     verdicts = "".join(f"--{name}:{colour};" for name, colour in VERDICT_COLOURS.items())
     return (

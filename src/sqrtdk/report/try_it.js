@@ -1,4 +1,4 @@
-// The sliders of the report: the same numbers as try_it.py and counter.py, computed in the page.
+// Sliders of the report: computes in the page the numbers of try_it.py and counter.py.
 "use strict";
 (() => {
   const root = document.getElementById("try-it");
@@ -22,21 +22,21 @@
     constructor(seed, index, most) {
       this.key = mix((Math.imul(index, 0x9e3779b1) + mix(Math.imul(seed, 0x85ebca77) >>> 0)) >>> 0);
       this.values = new Float64Array(most + (most & 1));
-      this.drawn = 0;
+      this.sampled = 0;
     }
     upTo(columns) {
-      for (; this.drawn < columns; this.drawn += 2) {
-        const radius = Math.sqrt(-2 * Math.log(((mix(this.key ^ places[this.drawn]) + 0.5) * UNIT)));
-        const angle = 2 * Math.PI * ((mix(this.key ^ places[this.drawn + 1]) + 0.5) * UNIT);
-        this.values[this.drawn] = radius * Math.cos(angle);
-        this.values[this.drawn + 1] = radius * Math.sin(angle);
+      for (; this.sampled < columns; this.sampled += 2) {
+        const radius = Math.sqrt(-2 * Math.log(((mix(this.key ^ places[this.sampled]) + 0.5) * UNIT)));
+        const angle = 2 * Math.PI * ((mix(this.key ^ places[this.sampled + 1]) + 0.5) * UNIT);
+        this.values[this.sampled] = radius * Math.cos(angle);
+        this.values[this.sampled + 1] = radius * Math.sin(angle);
       }
       return this.values;
     }
   }
 
   let table = null;
-  function drawTable(seed) {
+  function sampleTable(seed) {
     if (table === null || table.seed !== seed) {
       const keys = Array.from({ length: MOST_N }, (_, j) => new Row(seed, j + 2, MOST_D));
       table = { seed, query: new Row(seed, 0, MOST_D), value: new Row(seed, 1, MOST_N), keys };
@@ -44,8 +44,8 @@
     return table;
   }
 
-  function draw(state) {
-    const { query, value, keys } = drawTable(state.seed);
+  function sample(state) {
+    const { query, value, keys } = sampleTable(state.seed);
     const q = query.upTo(state.d_k), values = value.upTo(state.n);
     const k = [];
     for (let j = 0; j < state.n; j++) k.push(keys[j].upTo(state.d_k));
@@ -117,16 +117,7 @@
     };
   }
 
-  const RAISED = { "-": "⁻", 0: "⁰", 1: "¹", 2: "²", 3: "³", 4: "⁴", 5: "⁵", 6: "⁶", 7: "⁷", 8: "⁸", 9: "⁹" };
-  function write(value) {
-    if (value !== 0 && Math.abs(value) < 1e-12) return "< 10⁻¹²";
-    if (value === 0 || (Math.abs(value) >= 1e-3 && Math.abs(value) < 1e5)) {
-      return String(Number(value.toPrecision(4))).replace("-", "−");
-    }
-    const [mantissa, exponent] = value.toExponential(1).split("e");
-    const raised = [...String(Number(exponent))].map((sign) => RAISED[sign]).join("");
-    return `${mantissa}·10${raised}`.replace("-", "−");
-  }
+  const write = (value) => (value !== 0 && Math.abs(value) < 1e-12 ? "< 10⁻¹²" : writeNumber(value));
 
   const sliders = Object.fromEntries([...root.querySelectorAll("input[type=range]")].map((one) => [one.dataset.name, one]));
   const valuesOf = (slider) => slider.dataset.values.split(",").map(Number);
@@ -147,8 +138,8 @@
   }
 
   function nameScale(state) {
-    if (state.tau === 1) return LABELS[state.policy];
-    const times = write(1 / state.tau);
+    if (state.t === 1) return LABELS[state.policy];
+    const times = write(1 / state.t);
     return state.policy === "none" ? `×${times}` : `${times}·${LABELS[state.policy]}`;
   }
 
@@ -194,7 +185,7 @@
       return { colour, dash, points: counts.flatMap((count, i) => [[edge(i), count], [edge(i + 1), count]]) };
     });
     const most = Math.max(...lines.flatMap((line) => line.points.map(([, count]) => count)));
-    const same = (value) => value, round = (value) => String(Number(value.toPrecision(2))).replace("-", "−");
+    const same = (value) => value, round = (value) => writeNumber(value, 2);
     chart(
       svg,
       lines,
@@ -212,7 +203,7 @@
     });
     const log = (value) => Math.log10(Math.max(value, 1e-30));
     const ranks = [1, 10, 100, 1000].filter((rank) => rank <= n);
-    const power = (value) => (value === 1 ? "1" : `10${[...String(Math.round(log(value)))].map((s) => RAISED[s]).join("")}`);
+    const power = (value) => (value === 1 ? "1" : namePower(Math.round(log(value))));
     chart(
       svg,
       lines,
@@ -223,9 +214,9 @@
 
   function show() {
     const state = readState();
-    const drawn = draw(state);
-    const scale = state.d_k ** EXPONENTS[state.policy] / state.tau;
-    const none = measure(drawn, state.d_k, 1), chosen = measure(drawn, state.d_k, scale);
+    const sampled = sample(state);
+    const scale = state.d_k ** EXPONENTS[state.policy] / state.t;
+    const none = measure(sampled, state.d_k, 1), chosen = measure(sampled, state.d_k, scale);
     for (const [column, { numbers }] of Object.entries({ none, chosen })) {
       for (const output of root.querySelectorAll(`output[data-column=${column}]`)) {
         const value = numbers[output.dataset.quantity];
@@ -235,12 +226,11 @@
     }
     const label = nameScale(state);
     root.querySelector(".try-chosen").textContent = label;
-    const percent = (weight) => (weight < 0.001 ? "less than 0.1 %" : `${(100 * weight).toFixed(weight < 0.1 ? 1 : 0)} %`);
-    const keys = (count) => (count < 10 ? count.toFixed(1) : String(Math.round(count)));
+    const keys = (count) => writeNumber(count, 2);
     root.querySelector(".try-says").textContent =
-      `dₖ = ${state.d_k}, n = ${state.n}: without scaling the most attended key takes ${percent(none.numbers.max_weight)} of ` +
-      `the weight (about ${keys(none.numbers.effective_keys)} keys count), with ${label} it takes ` +
-      `${percent(chosen.numbers.max_weight)} (${keys(chosen.numbers.effective_keys)}).`;
+      `dₖ = ${state.d_k}, n = ${state.n}: without scaling the most attended key takes ${writePercent(none.numbers.max_weight)} of ` +
+      `the weight (${keys(none.numbers.effective_keys)} effective keys), with ${label} it takes ` +
+      `${writePercent(chosen.numbers.max_weight)} (${keys(chosen.numbers.effective_keys)} effective keys).`;
     const both = [
       { ...none, colour: "var(--try-none)", dash: "5 3" },
       { ...chosen, colour: `var(--try-${state.policy})`, dash: "none" },
@@ -252,14 +242,14 @@
   root.addEventListener("input", show);
   root.addEventListener("click", (event) => {
     const action = event.target.dataset && event.target.dataset.do;
-    if (action === "draw") seed += 1;
+    if (action === "sample") seed += 1;
     if (action === "reset") {
       seed = Number(root.dataset.seed);
       for (const [name, slider] of Object.entries(sliders)) slider.value = start[name];
       root.querySelector(`input[value=${startPolicy}]`).checked = true;
     }
     if (action) {
-      root.dataset.drawn = String(seed);
+      root.dataset.sampled = String(seed);
       show();
     }
   });

@@ -1,7 +1,7 @@
-"""The sliders of the report: one query among n keys, under a scale of the reader's choice beside none.
+"""Sliders of the report: one query among n keys, without scaling and with a scale of the reader's choice.
 
-The page draws and computes by itself (`try_it.js`); here is the same in Python, on the product's own operation, for the
-numbers that stand on the page before a script has run and for the test that both agree.
+`try_it.js` samples and computes in the page. This module computes the same with the product's own operation, for the
+numbers that the page shows before its script has run, and for the test that both agree.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from html import escape
 import numpy as np
 import numpy.typing as npt
 
-from sqrtdk.attention import attention, attention_gradients
-from sqrtdk.cells import format_cell
 from sqrtdk.errors import InvalidValueError, unknown_name
-from sqrtdk.report.counter import draw_normal
+from sqrtdk.operation.attention import attention, attention_gradients
+from sqrtdk.report.counter import sample_normal
 from sqrtdk.report.palette import policy_colour
-from sqrtdk.setting_names import name_policy
+from sqrtdk.wording.names import name_policy
+from sqrtdk.wording.quantities import format_cell
 
 __all__ = ["QUANTITIES", "RANGES", "TryIt", "measure_try_it", "render_try_it"]
 
@@ -29,7 +29,7 @@ _QUERY_ROW, _VALUE_ROW, _FIRST_KEY_ROW = 0, 1, 2
 
 
 def _powers(last: int, first: int = 1) -> tuple[int, ...]:
-    """Sizes about a factor 2^¼ apart, without repeats."""
+    """Return sizes about a factor 2^¼ apart, without repeats."""
     steps = range(round(4 * math.log2(last)) + 1)
     return tuple(sorted({size for step in steps if (size := round(2 ** (step / 4))) >= first}))
 
@@ -37,46 +37,47 @@ def _powers(last: int, first: int = 1) -> tuple[int, ...]:
 RANGES: dict[str, tuple[float, ...]] = {
     "d_k": _powers(512),
     "n": _powers(1024, first=2),
-    "tau": tuple(2.0 ** (step / 4) for step in range(-12, 13)),
+    "t": tuple(2.0 ** (step / 4) for step in range(-12, 13)),
     "correlation": tuple(step / 20 for step in range(21)),
 }
-"""What each slider can be set to, from its left end to its right one."""
+"""Values of each slider, from its left end to its right end."""
 
 QUANTITIES: dict[str, tuple[str, str]] = {
-    "expected_variance": ("variance that the law expects", "dₖ·scale², for keys independent of the query"),
-    "logit_variance": ("variance of the logits", "of this one query; a longer query has more"),
-    "max_logit": ("largest logit", "what softmax sees: scale·q·k"),
+    "expected_variance": ("variance by the formula", "dₖ·scale², for keys independent of the query"),
+    "logit_variance": ("variance of the logits", "of this query; a longer query vector has more"),
+    "max_logit": ("largest logit", "softmax receives scale·q·k"),
     "max_weight": ("largest weight", "of the most attended key"),
-    "own_weight": ("weight of the query's own key", "the one that the correlation makes similar to it"),
-    "entropy_ratio": ("entropy ratio H/ln n", "1: all keys alike, 0: one key takes all"),
-    "effective_keys": ("effective keys 1/Σp²", "about how many keys the query attends to"),
-    "saturation_index": ("saturation index ρ", "σ/√(2 ln n): past 1 weights concentrate, from 2 on one or two keys"),
-    "jacobian_trace": ("softmax slope 1 − Σp²", "trace of the Jacobian: 0 where softmax is saturated"),
-    "jacobian_norm": ("Jacobian norm ‖J‖", "how far weights answer to logits"),
+    "own_weight": ("weight of the query's own key", "the key that the correlation makes similar to the query"),
+    "entropy_ratio": ("entropy ratio H/ln n", "1: all keys weigh the same, 0: one key has everything"),
+    "effective_keys": ("effective keys 1/Σp²", "as many equally weighted keys would have the same Σp²"),
+    "saturation_index": ("saturation index ρ", "σ/√(2 ln n): above 1 a few keys dominate, from 2 on one or two"),
+    "jacobian_trace": ("Jacobian trace 1 − Σp²", "how strongly the weights still respond to the logits"),
+    "jacobian_norm": ("Jacobian norm ‖J‖", "size of all derivatives ∂weight/∂logit together"),
     "gradient": ("gradient ‖∂output/∂q‖", "of an output with one standard normal value per key"),
 }
-"""The numbers shown for each scale: a name and how to read it."""
+"""Numbers shown for each scale: name and explanation."""
 
 
 @dataclass(frozen=True)
 class TryIt:
-    """Where the sliders stand.
+    """Setting of the sliders.
 
     Args:
         d_k: length of q and k.
         n: keys.
         policy: ``"none"``, ``"sqrt"`` or ``"inverse"``.
-        tau: divides the policy's scale once more.
-        correlation: of each entry of the query with that of its own key, the first; other keys are independent of it.
-        seed: of the draw.
+        t: factor on the policy's temperature; it divides the scale.
+        correlation: correlation of each entry of the query with that of its own key, the first key; the other keys are
+            independent of the query.
+        seed: seed of the sample.
     """
 
     d_k: int = 64
     n: int = 1024
     policy: str = "sqrt"
-    tau: float = 1.0
+    t: float = 1.0
     correlation: float = 0.0
-    # Of the first seeds the one whose rows at this size are nearest to the average of many.
+    # Of the first seeds, the seed whose rows at this size are nearest to the average of many.
     seed: int = 6
 
     def __post_init__(self) -> None:
@@ -90,24 +91,24 @@ class TryIt:
 
     @property
     def scale(self) -> float:
-        """What multiplies q·k.
+        """Return the factor on q·k.
 
-        >>> TryIt(d_k=64).scale, TryIt(d_k=64, policy="inverse", tau=2.0).scale
+        >>> TryIt(d_k=64).scale, TryIt(d_k=64, policy="inverse", t=2.0).scale
         (0.125, 0.0078125)
         """
-        return math.pow(self.d_k, _EXPONENTS[self.policy]) / self.tau
+        return math.pow(self.d_k, _EXPONENTS[self.policy]) / self.t
 
 
 def measure_try_it(state: TryIt) -> dict[str, dict[str, float]]:
-    """The numbers of `QUANTITIES` without scaling (``"none"``) and with the scale chosen (``"chosen"``).
+    """Measure the numbers of `QUANTITIES` without scaling (``"none"``) and with the chosen scale (``"chosen"``).
 
     >>> numbers = measure_try_it(TryIt(d_k=64, n=1024))
     >>> numbers["none"]["effective_keys"] < 4 < numbers["chosen"]["effective_keys"]
     True
     """
-    q = draw_normal(1, state.d_k, seed=state.seed, first_row=_QUERY_ROW)
-    values = draw_normal(1, state.n, seed=state.seed, first_row=_VALUE_ROW).T
-    k = draw_normal(state.n, state.d_k, seed=state.seed, first_row=_FIRST_KEY_ROW)
+    q = sample_normal(1, state.d_k, seed=state.seed, first_row=_QUERY_ROW)
+    values = sample_normal(1, state.n, seed=state.seed, first_row=_VALUE_ROW).T
+    k = sample_normal(state.n, state.d_k, seed=state.seed, first_row=_FIRST_KEY_ROW)
     k[0] = state.correlation * q[0] + math.sqrt(1.0 - state.correlation**2) * k[0]
     return {
         column: _measure(q, k, np.ascontiguousarray(values), scale)
@@ -131,14 +132,14 @@ def _measure(q: Array, k: Array, values: Array, scale: float) -> dict[str, float
 
 
 def render_try_it() -> str:
-    """The sliders, the numbers of their first position and the places that the script draws into."""
+    """Render the sliders, the numbers of their first position and the empty charts that the script fills."""
     state = TryIt()
     numbers = measure_try_it(state)
     sliders = "".join(
         (
             _render_slider("d_k", "dₖ, length of q and k", state.d_k),
             _render_slider("n", "n, number of keys", state.n),
-            _render_slider("tau", "τ, a temperature that divides once more", state.tau),
+            _render_slider("t", "t, factor on the temperature", state.t),
             _render_slider("correlation", "correlation of the query with its own key", state.correlation),
         )
     )
@@ -157,16 +158,17 @@ def render_try_it() -> str:
     return (
         f'<div class="try" id="try-it" style="{colours}" data-seed="{state.seed}">'
         f'<div class="controls"><fieldset><legend>scale</legend>{policies}</fieldset>{sliders}'
-        '<div class="buttons"><button type="button" data-do="draw">another draw</button>'
+        '<div class="buttons"><button type="button" data-do="sample">another sample</button>'
         '<button type="button" data-do="reset">reset</button></div></div>'
         '<p class="try-says" aria-live="polite"></p>'
-        '<div class="try-charts"><figure><figcaption>Logits: how many keys have which</figcaption>'
+        '<div class="try-charts"><figure><figcaption>Histogram of the logits</figcaption>'
         '<svg class="try-logits" role="img" aria-label="Histogram of the logits under both scales"></svg>'
         "</figure><figure><figcaption>Weight of the 1st, 2nd, 3rd … key</figcaption>"
         '<svg class="try-weights" role="img" aria-label="Sorted softmax weights under both scales"></svg>'
         "</figure></div>"
-        '<table class="try-numbers"><thead><tr><th scope="col">this draw</th><th scope="col" class="number">no scaling'
-        f'</th><th scope="col" class="number try-chosen">{name_policy(state.policy)}</th></tr></thead>'
+        '<table class="try-numbers"><thead><tr><th scope="col">this sample</th>'
+        '<th scope="col" class="number">no scaling</th>'
+        f'<th scope="col" class="number try-chosen">{name_policy(state.policy)}</th></tr></thead>'
         f"<tbody>{rows}</tbody></table></div>"
     )
 

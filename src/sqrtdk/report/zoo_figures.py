@@ -1,4 +1,4 @@
-"""The figure of the zoo: the measured scale of each family, as a multiple of 1/√dₖ."""
+"""Figure of the zoo: the measured scale of each family as a multiple of 1/√dₖ."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 
 from sqrtdk.errors import InvalidValueError
-from sqrtdk.families import is_usual
-from sqrtdk.records import Record, Row
+from sqrtdk.records.families import is_usual
+from sqrtdk.records.record import Record, Row
 from sqrtdk.report.palette import policy_colour
 from sqrtdk.report.panels import Axis, Figure, Panel, Points, ReferenceLine, Symbol, floats, name_ticks
 
@@ -20,7 +20,7 @@ _SORTS: dict[str, tuple[str, Symbol]] = {
 
 
 def show_zoo(record: Record) -> Figure:
-    """Every family at its dₖ, on the line at 1 if it uses 1/√dₖ."""
+    """Plan every family at its dₖ, on the line at 1 if it uses 1/√dₖ."""
     rows = [row for row in record.tables["families"] if row["measured"]]
     if not rows:
         raise InvalidValueError("record", "must hold a measured scale to draw, got a zoo in which none was measured")

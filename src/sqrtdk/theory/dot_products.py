@@ -22,7 +22,7 @@ def dot_product_mean(
     std_k: float = 1.0,
     correlation: float = 0.0,
 ) -> float:
-    """E[q·k] = dₖ·(μ_q μ_k + r σ_q σ_k), with r the correlation of a query entry with its key entry.
+    """Return E[q·k] = dₖ·(μ_q μ_k + r σ_q σ_k), with r the correlation of a query entry with its key entry.
 
     >>> dot_product_mean(64)
     0.0
@@ -42,7 +42,7 @@ def dot_product_variance(
     std_k: float = 1.0,
     correlation: float = 0.0,
 ) -> float:
-    """Var(q·k) = dₖ·(σ_q²σ_k²(1 + r²) + μ_q²σ_k² + μ_k²σ_q² + 2r μ_q μ_k σ_q σ_k).
+    """Return Var(q·k) = dₖ·(σ_q²σ_k²(1 + r²) + μ_q²σ_k² + μ_k²σ_q² + 2r μ_q μ_k σ_q σ_k).
 
     This is the variance over independent pairs (q, k). Softmax sees the variance within a row, one q against its keys,
     in which the mean of the keys drops out: see `row_variance`.
@@ -76,7 +76,7 @@ def row_variance(
     key_correlation: float = 0.0,
     alignment: float = 1.0,
 ) -> float:
-    """Variance of q·k over the keys of one row, averaged over q: dₖ·σ_k²·(σ_q² + μ_q²)·(1 − r)·A.
+    """Return the variance of q·k over the keys of one row, averaged over q: dₖ·σ_k²·(σ_q² + μ_q²)·(1 − r)·A.
 
     This is what softmax sees. The mean of the keys shifts a whole row and drops out. So does what the keys have in
     common: r is the correlation between the same entry of two keys. A is the `alignment` of q with the directions in
@@ -94,10 +94,10 @@ def row_variance(
 
 
 def alignment(second_moment_q: npt.ArrayLike, covariance_k: npt.ArrayLike) -> float:
-    """A = dₖ·tr(M_q Σ_k)/(tr M_q·tr Σ_k), from E[qᵀΣ_k q] = tr(M_q Σ_k) with M_q = E[q qᵀ].
+    """Return A = dₖ·tr(M_q Σ_k)/(tr M_q·tr Σ_k), from E[qᵀΣ_k q] = tr(M_q Σ_k) with M_q = E[q qᵀ].
 
-    1 where q or k is isotropic, up to dₖ where both lie along one direction; q and k that share a spectrum λᵢ have
-    dₖ·Σλ²/(Σλ)².
+    A is 1 where q or k is isotropic, and up to dₖ where both lie along one direction. q and k that share a spectrum λᵢ
+    have A = dₖ·Σλ²/(Σλ)².
 
     Args:
         second_moment_q: E[q qᵀ], `[dₖ, dₖ]`.
@@ -126,7 +126,7 @@ def _require_distribution(d_k: int, std_q: float, std_k: float, correlation: flo
 
 
 class SquaredSumTerms(NamedTuple):
-    """The terms of (Σᵢ qᵢkᵢ)²: how many there are, how many are squares, how many are products of two indices."""
+    """Numbers of terms of (Σᵢ qᵢkᵢ)²: all terms, squares, and products of two different indices."""
 
     total: int
     squares: int
@@ -145,7 +145,7 @@ def squared_sum_terms(d_k: int) -> SquaredSumTerms:
 
 
 def divided_variance(variance: float, divisor: float) -> float:
-    """Var(x/c) = Var(x)/c².
+    """Return Var(x/c) = Var(x)/c².
 
     >>> divided_variance(64.0, 8.0)
     1.0
@@ -156,19 +156,19 @@ def divided_variance(variance: float, divisor: float) -> float:
 
 
 _INITIALISATIONS = {
-    "unit": "entries of W with variance 1/d_model, so that q and k have unit variance (what the texts assume)",
-    "unit_weights": "entries of W with variance 1 (the texts' wording taken literally)",
+    "unit": "entries of W with variance 1/d_model, so that q and k have unit variance (what the four sources assume)",
+    "unit_weights": "entries of W with variance 1 (the sources' wording taken literally)",
     "torch": "nn.Linear: uniform ±1/√d_model for W and bias",
     "xavier": "Glorot: variance 2/(d_model + heads·dₖ)",
     "xavier_packed": "nn.MultiheadAttention: Glorot on the packed [3·d_model, d_model] projection",
     "kaiming": "He: variance 2/d_model",
     "gpt2": "normal with standard deviation 0.02",
-    "absorbed": "unit, then W_q and W_k each times dₖ^(−1/4): the scale inside the weights",
+    "rescaled": "rescaled init: unit, then W_q and W_k each times dₖ^(−1/4), which replaces 1/√dₖ",
 }
 
 
 def initialisations() -> dict[str, str]:
-    """The known initialisations by name, each with one line on what it does.
+    """Return the known initialisations by name, each with a one-line description.
 
     >>> "xavier" in initialisations()
     True
@@ -187,13 +187,13 @@ class InitialVariance(NamedTuple):
 def initial_variance(
     initialisation: str, *, d_model: int, d_k: int, heads: int = 1, input_variance: float = 1.0
 ) -> InitialVariance:
-    """What an initialisation gives for Var(q·k), for inputs of mean 0 and the given variance: dₖ·Var(q)·Var(k).
+    """Return Var(q·k) = dₖ·Var(q)·Var(k) under an initialisation, for inputs of mean 0 and the given variance.
 
-    The variance is over the draw of independent W_q and W_k and of independent token vectors.
+    The variance is over independent W_q and W_k and of independent token vectors.
 
     >>> initial_variance("torch", d_model=512, d_k=64).entry       # a third, plus the bias
     0.333984375
-    >>> initial_variance("absorbed", d_model=512, d_k=64).dot_product
+    >>> initial_variance("rescaled", d_model=512, d_k=64).dot_product
     1.0
     """
     if initialisation not in _INITIALISATIONS:
@@ -212,7 +212,7 @@ def initial_variance(
         "xavier_packed": 2.0 / (4.0 * d_model),
         "kaiming": 2.0 / d_model,
         "gpt2": 0.02**2,
-        "absorbed": 1.0 / (d_model * math.sqrt(d_k)),
+        "rescaled": 1.0 / (d_model * math.sqrt(d_k)),
     }[initialisation]
     entry = d_model * weight * input_variance + bias
     return InitialVariance(weight, entry, d_k * entry * entry)

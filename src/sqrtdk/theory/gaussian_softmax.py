@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from sqrtdk import checks
 from sqrtdk.errors import InvalidValueError
 from sqrtdk.theory.softmax import saturation_index
 
@@ -33,7 +34,7 @@ def condensation(sigma: float, n: int) -> Condensation:
     Below ρ = 1 the weights are spread: H ≈ ln n − σ²/2, so H/ln n ≈ 1 − ρ². E Σp² ≈ e^{σ²}/n up to ρ = 1/√3. From there
     rare rows in which one key rivals all others make the average, and with a = (1 + ρ²)/(2ρ²)
     E Σp² ≈ n^{−(1−ρ²)²/(4ρ²)}·Γ(2−a)Γ(a)/(σ√(2π)). That diverges at ρ = 1/√3, so the smaller of the two is taken. Past
-    ρ = 1 the weights condense on few keys: H → ψ(1) − ψ(1 − 1/ρ) nats and E Σp² → 1 − 1/ρ, whatever n.
+    ρ = 1 the weights concentrate on few keys: H → ψ(1) − ψ(1 − 1/ρ) nats and E Σp² → 1 − 1/ρ, whatever n.
 
     `trusted` says where the limits are good at finite n: ρ ≤ ½ (entropy ratio within 0.03 for n ≥ 64) and ρ ≥ 2 (Σp²
     within 0.12 for n ≥ 64). `expected_softmax` gives the exact averages at any n.
@@ -65,7 +66,7 @@ def _spread_sum_p2(rho: float, log_n: float) -> float:
 
 
 def entropy_expansion(sigma: float, n: int) -> float:
-    """E[H] ≈ ln n − σ²/2 + (σ² − ½)·e^{σ²}/n + 1/(2n), the first correction to the many-key limit at small ρ.
+    """Return E[H] ≈ ln n − σ²/2 + (σ² − ½)·e^{σ²}/n + 1/(2n), the first correction to the many-key limit at small ρ.
 
     From E ln Z ≈ ln E Z − Var(Z)/(2(E Z)²) and E Σp² ≈ e^{σ²}/n in E H = E ln Z − σ²(1 − E Σp²). Exact at
     σ = 0; within 0.011 nats of `expected_softmax` up to ρ = 0.4 for n ≥ 64.
@@ -98,7 +99,7 @@ _TINY = 1e-3
 
 
 def expected_softmax(sigma: float, n: int) -> ExpectedSoftmax:
-    """E[H] and E[Σp²] of the softmax of n independent N(0, σ²) logits, exact at finite n by quadrature.
+    """Return E[H] and E[Σp²] of the softmax of n independent N(0, σ²) logits, exact at finite n by quadrature.
 
     With Z = Σe^{xⱼ} and φ(t) = E e^{−t·e^x}:  E ln Z = ∫ (e^{−t} − φ(t)ⁿ)/t dt,
     E Σp² = n ∫ t·φ''(t)·φ(t)ⁿ⁻¹ dt (write 1/Z² as ∫ t·e^{−tZ} dt), and since E Σpx = σ²·E[1 − Σp²]
@@ -121,7 +122,7 @@ def expected_softmax(sigma: float, n: int) -> ExpectedSoftmax:
 
 
 def expected_jacobian(sigma: float, n: int) -> ExpectedJacobian:
-    """E‖J‖²_F and E‖Jκ‖² of the softmax Jacobian J = diag(p) − p pᵀ for n independent N(0, σ²) logits x = σκ.
+    """Return E‖J‖²_F and E‖Jκ‖² of the softmax Jacobian J = diag(p) − p pᵀ for n independent N(0, σ²) logits x = σκ.
 
     ‖J‖²_F = Σp² − 2Σp³ + (Σp²)² and ‖Jκ‖² = Σpᵢ²(κᵢ − Σpκ)², each sum over different keys an integral as in
     `expected_softmax`. For many keys and ρ > 1, E‖J‖²_F → y(1 − y)/3 with y = E Σp² = 1 − 1/ρ (moments of the
@@ -181,12 +182,12 @@ class _Grid:
         return np.convolve(values, weights[::-1], "valid")
 
     def log_partition(self) -> float:
-        """E ln Z."""
+        """Return E ln Z."""
         with np.errstate(over="ignore", under="ignore"):
             return float(np.sum(np.exp(-np.exp(self.u)) - np.exp(self.n * self.log_phi))) * self.step
 
     def moment(self, *keys: tuple[int, int]) -> float:
-        """E of the sum over distinct keys of the product of p^a·(x − shift)^b, one pair (a, b) per key."""
+        """Return E of the sum over distinct keys of the product of p^a·(x − shift)^b, one pair (a, b) per key."""
         count = math.prod(range(self.n - len(keys) + 1, self.n + 1))
         if count == 0:
             return 0.0
@@ -199,14 +200,13 @@ class _Grid:
 
 
 def _require_gaussian_row(sigma: float, n: int) -> None:
-    if n < 2:
-        raise InvalidValueError("n", f"must be at least 2 keys, got {n}")
+    checks.integer("n", n, 2)
     if not (math.isfinite(sigma) and sigma >= 0):
         raise InvalidValueError("sigma", f"must be finite and not negative, got {sigma}")
 
 
 def average_over_lengths(of_sigma: Callable[[float], Sequence[float]], scale: float, d_k: int) -> Array:
-    """Mean of a function of σ = |scale|·‖q‖ over standard normal q: ‖q‖ is χ-distributed with dₖ degrees of freedom."""
+    """Return the mean of a function of σ = |scale|·‖q‖ over standard normal q, whose length is χ-distributed."""
     middle = math.sqrt(d_k)
     # ‖q‖ has a standard deviation below 0.71 whatever dₖ: beyond this reach lies less than 1e-9 of it.
     low, high = max(0.0, middle - 6.0), middle + 6.0
@@ -219,7 +219,7 @@ def average_over_lengths(of_sigma: Callable[[float], Sequence[float]], scale: fl
 
 @lru_cache(maxsize=256)
 def expected_rows(scale: float, d_k: int, n: int) -> ExpectedSoftmax:
-    """E[H] and E[Σp²] over rows of attention with standard normal q and k, exact at finite dₖ and n.
+    """Return E[H] and E[Σp²] over rows of attention with standard normal q and k, exact at finite dₖ and n.
 
     Given q, the logits scale·q·k are n independent N(0, scale²·‖q‖²) numbers: `expected_softmax` at each length of q,
     averaged over the lengths.
@@ -227,41 +227,40 @@ def expected_rows(scale: float, d_k: int, n: int) -> ExpectedSoftmax:
     >>> round(expected_softmax(8.0, 1024).sum_p2, 3), round(expected_rows(1.0, 64, 1024).sum_p2, 3)
     (0.602, 0.597)
     """
-    if d_k < 1:
-        raise InvalidValueError("d_k", f"must be at least 1, got {d_k}")
+    checks.integer("d_k", d_k, 1)
     return ExpectedSoftmax(*average_over_lengths(lambda sigma: expected_softmax(sigma, n), scale, d_k).tolist())
 
 
 class Crossover(NamedTuple):
-    """Many-key limits of the dₖ at which unscaled unit-variance rows begin to condense, and at which E Σp² = ½."""
+    """Many-key limits, without scaling, of the dₖ at which rows begin to concentrate and at which E Σp² = ½."""
 
     begins: float
-    nearly_one_hot: float
+    concentrated: float
 
 
-def unscaled_crossover(n: int) -> Crossover:
-    """dₖ = 2 ln n (ρ = 1, condensation begins) and dₖ = 8 ln n (ρ = 2, where E Σp² = ½ in the many-key limit).
+def crossover_without_scaling(n: int) -> Crossover:
+    """Return dₖ = 2 ln n (ρ = 1, rows begin to concentrate) and dₖ = 8 ln n (ρ = 2, where E Σp² = ½).
 
-    At finite n the second comes earlier: `concentration_crossing` gives it exactly.
+    Both hold without scaling, for q and k of unit variance, in the limit of many keys. At finite n the second comes
+    earlier: `concentration_crossing` gives it exactly.
 
-    >>> [round(d, 1) for d in unscaled_crossover(1024)]
+    >>> [round(d, 1) for d in crossover_without_scaling(1024)]
     [13.9, 55.5]
     """
-    if n < 2:
-        raise InvalidValueError("n", f"must be at least 2 keys, got {n}")
+    checks.integer("n", n, 2)
     return Crossover(2.0 * math.log(n), 8.0 * math.log(n))
 
 
 @lru_cache(maxsize=256)
 def concentration_crossing(n: int) -> int:
-    """Return the first dₖ at which unscaled rows of standard normal q and k over n keys have E Σp² ≥ ½.
+    """Return the first dₖ at which rows over n keys have E Σp² ≥ ½ without scaling, for standard normal q and k.
 
     Two keys have Σp² ≥ ½ always, so n = 2 gives 1.
 
     >>> [concentration_crossing(n) for n in (2, 16, 64, 1024, 4096)]
     [1, 12, 21, 41, 52]
     """
-    low, high = 0, math.ceil(unscaled_crossover(n).nearly_one_hot) + 2
+    low, high = 0, math.ceil(crossover_without_scaling(n).concentrated) + 2
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if expected_rows(1.0, middle, n).sum_p2 >= 0.5 else (middle, high)
@@ -269,7 +268,7 @@ def concentration_crossing(n: int) -> int:
 
 
 def digamma(x: float) -> float:
-    """ψ(x) = d ln Γ(x)/dx for x > 0, by recurrence up to 10 and the asymptotic series; relative error below 1e-13.
+    """Return ψ(x) = d ln Γ(x)/dx for x > 0, by recurrence up to 10 and the asymptotic series. Relative error < 1e-13.
 
     >>> round(digamma(1.0), 12)                 # minus Euler's constant
     -0.577215664902

@@ -1,4 +1,4 @@
-"""Size of ∂loss/∂q for Gaussian attention: exact in the mean square, and its limits without scaling."""
+"""Size of ∂loss/∂q for Gaussian attention: the exact mean square, and limits without scaling."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sqrtdk.errors import InvalidValueError
+from sqrtdk import checks
 from sqrtdk.theory.gaussian_softmax import average_over_lengths, expected_jacobian
 
 
@@ -27,31 +27,29 @@ def query_gradient_norm(scale: float, *, d_k: int, jacobian_norm: Any, output_gr
 
 @lru_cache(maxsize=256)
 def gradient_scale(scale: float, *, d_k: int, n: int) -> float:
-    """Root mean square of ‖∂loss/∂q‖ per unit of ‖∂loss/∂o‖ for standard normal q, k, v and n keys, exact.
+    """Return the exact root mean square of ‖∂loss/∂q‖ per unit of ‖∂loss/∂o‖ for standard normal q, k, v and n keys.
 
-    √E[scale²·((dₖ − 1)‖J‖²_F + ‖Jκ‖²)], by `expected_jacobian` at each length of q. The mean and the median of
-    unscaled rows lie far below it: single rows scatter over many orders of magnitude past ρ = 1.
+    √E[scale²·((dₖ − 1)‖J‖²_F + ‖Jκ‖²)], by `expected_jacobian` at each length of q. Without scaling
+    the mean and the median are far smaller: past ρ = 1 rows differ by many orders of magnitude.
 
     >>> gradient_scale(1 / 64, d_k=64, n=1024) < gradient_scale(1 / 8, d_k=64, n=1024)
     True
     """
-    if d_k < 1:
-        raise InvalidValueError("d_k", f"must be at least 1, got {d_k}")
+    checks.integer("d_k", d_k, 1)
     norm_square, along_square = average_over_lengths(lambda sigma: expected_jacobian(sigma, n), scale, d_k)
     return abs(scale) * math.sqrt((d_k - 1) * norm_square + along_square)
 
 
 @lru_cache(maxsize=256)
 def top_gap_density(n: int) -> float:
-    """Density at 0 of the gap between the largest two of n independent standard normal numbers.
+    """Return the density at 0 of the gap between the largest two of n independent standard normal numbers.
 
     f_n(0) = n(n−1)∫ φ(x)²Φ(x)ⁿ⁻² dx; it grows like √(2 ln n).
 
     >>> round(top_gap_density(2), 4), round(top_gap_density(16), 3)     # 1/√π, and sixteen keys
     (0.5642, 1.766)
     """
-    if n < 2:
-        raise InvalidValueError("n", f"must be at least 2 keys, got {n}")
+    checks.integer("n", n, 2)
     x = np.linspace(-12.0, 12.0, 2401)
     cumulative = np.array([0.5 * math.erfc(-value / math.sqrt(2.0)) for value in x])
     with np.errstate(under="ignore"):
@@ -59,8 +57,8 @@ def top_gap_density(n: int) -> float:
     return n * (n - 1) * float(terms.sum()) * float(x[1] - x[0])
 
 
-class UnscaledGradients(NamedTuple):
-    """Large-dₖ limits of ‖∂loss/∂q‖/‖∂loss/∂o‖ without scaling: its mean, its root mean square, rows that still learn.
+class GradientsWithoutScaling(NamedTuple):
+    """Large-dₖ limits of ‖∂loss/∂q‖/‖∂loss/∂o‖ without scaling: mean, root mean square, share of rows that still learn.
 
     `alive` is the share of rows whose largest weight is below 0.9.
     """
@@ -70,8 +68,8 @@ class UnscaledGradients(NamedTuple):
     alive: float
 
 
-def unscaled_gradients(d_k: int, n: int) -> UnscaledGradients:
-    """Say how uneven gradients become without scaling, for standard normal q, k, v and large dₖ.
+def gradients_without_scaling(d_k: int, n: int) -> GradientsWithoutScaling:
+    """Return how uneven gradients become without scaling, for standard normal q, k, v and large dₖ.
 
     All weight lies on two keys, p and 1 − p with the logit gap Δ = ‖q‖·gap: ∂q = p(1 − p)(k₁ − k₂)(v₁ − v₂)·∂o. Near 0
     the gap has the density f = `top_gap_density(n)`, and ∫p(1 − p)dΔ = ½, ∫p²(1 − p)²dΔ = 1/12 over Δ ≥ 0. Hence
@@ -80,13 +78,12 @@ def unscaled_gradients(d_k: int, n: int) -> UnscaledGradients:
 
     The mean does not depend on dₖ: ever fewer rows have a gradient, and theirs grows like √dₖ.
 
-    >>> [round(value, 3) for value in unscaled_gradients(512, 16)]
+    >>> [round(value, 3) for value in gradients_without_scaling(512, 16)]
     [1.409, 3.65, 0.171]
     """
-    if d_k < 1:
-        raise InvalidValueError("d_k", f"must be at least 1, got {d_k}")
+    checks.integer("d_k", d_k, 1)
     density = top_gap_density(n)
-    return UnscaledGradients(
+    return GradientsWithoutScaling(
         mean=math.sqrt(2.0 / math.pi) * density,
         root_mean_square=math.sqrt(density / 3.0) * d_k**0.25,
         alive=math.log(9.0) * density / math.sqrt(d_k),

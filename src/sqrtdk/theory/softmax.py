@@ -1,4 +1,4 @@
-"""Softmax of one row: its Jacobian, its saturation index, the least entropy that a spread permits."""
+"""Softmax of one row: its Jacobian, its saturation index, and the least entropy at a given spread."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Array = npt.NDArray[np.float64]
 
 
 def softmax_jacobian(p: npt.ArrayLike) -> Array:
-    """J = diag(p) − p pᵀ, so ∂pᵢ/∂xⱼ = pᵢ(δᵢⱼ − pⱼ); shape `[..., n]` → `[..., n, n]`.
+    """Return J = diag(p) − p pᵀ, so ∂pᵢ/∂xⱼ = pᵢ(δᵢⱼ − pⱼ); shape `[..., n]` → `[..., n, n]`.
 
     >>> softmax_jacobian([0.5, 0.5]).tolist()
     [[0.25, -0.25], [-0.25, 0.25]]
@@ -30,10 +30,10 @@ class JacobianSize(NamedTuple):
 
 
 def jacobian_size(p: npt.ArrayLike) -> JacobianSize:
-    """Trace 1 − Σp², Frobenius norm √(Σp² − 2Σp³ + (Σp²)²) and largest eigenvalue of the softmax Jacobian.
+    """Return trace 1 − Σp², Frobenius norm √(Σp² − 2Σp³ + (Σp²)²) and largest eigenvalue of the softmax Jacobian.
 
-    The trace is what the texts call the diagonal: it is 1 − 1/n for uniform weights, the largest it can be, and
-    0 for one-hot ones. The largest eigenvalue never exceeds ½ (reached by two equal weights).
+    The trace is the sum of the diagonal that the four sources discuss. It is 1 − 1/n for uniform weights, its largest
+    value, and 0 for one-hot weights. The largest eigenvalue never exceeds ½ (reached by two equal weights).
 
     >>> jacobian_size([0.5, 0.5]).spectral
     array(0.5)
@@ -47,16 +47,16 @@ def jacobian_size(p: npt.ArrayLike) -> JacobianSize:
 
 
 def namespace_of(array: object) -> Any:
-    """The module whose functions work on the array: torch for its tensors, numpy for all else."""
-    # Never imported here: whoever holds a tensor has loaded it.
+    """Return the module whose functions work on the array: torch for its tensors, numpy for all else."""
+    # Not imported here: a caller with a tensor has loaded torch.
     torch = sys.modules.get("torch")
     return torch if torch is not None and isinstance(array, torch.Tensor) else np
 
 
 def saturation_index(sigma: npt.ArrayLike, n: npt.ArrayLike) -> Array:
-    """ρ = σ/√(2 ln n); NaN where n ≤ 1, as one key cannot saturate. Tensors give a tensor in the precision of σ.
+    """Return ρ = σ/√(2 ln n), and NaN where n ≤ 1. Tensors give a tensor in the precision of σ.
 
-    >>> round(float(saturation_index(8.0, 1024)), 3)     # unscaled, dₖ = 64
+    >>> round(float(saturation_index(8.0, 1024)), 3)     # no scaling, dₖ = 64
     2.149
     """
     xp = namespace_of(sigma)
@@ -68,11 +68,11 @@ def saturation_index(sigma: npt.ArrayLike, n: npt.ArrayLike) -> Array:
 
 
 def entropy_lower_bound(sigma: npt.ArrayLike, n: npt.ArrayLike) -> Array:
-    """The least entropy n logits of standard deviation σ can have (Zhai et al. 2023, theorem 3.1, for one row).
+    """Return the least entropy of n logits with standard deviation σ (Zhai et al. 2023, theorem 3.1, for one row).
 
     With s = √n·σ, the length of the centred row, and β = exp(−s√(n/(n−1))):
     H ≥ ln(1 + (n−1)β) + s√(n(n−1))·β/(1 + (n−1)β), reached by one high logit above n − 1 equal ones. A row of
-    one key has entropy 0. Evidence for what a spread of logits permits, never a rule: real rows lie far above it.
+    one key has entropy 0. Real rows lie far above this bound.
 
     >>> round(float(entropy_lower_bound(0.0, 8)), 4)      # no spread: uniform, ln 8
     2.0794

@@ -1,4 +1,4 @@
-"""The way of a call to its engine: straight, by way of the dispatcher, or recorded for its gradients."""
+"""Routes a call to its engine: directly, through the dispatcher, or recorded by autograd."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from sqrtdk import backends
-from sqrtdk.call import (
+from sqrtdk.operation.call import (
     BY_ROW,
     DIFFERENTIABLE,
     FIELDS,
     TENSORS,
     Backward,
-    Band,
     Call,
     Forward,
     GradientRequest,
@@ -23,15 +22,17 @@ from sqrtdk.call import (
     flatten,
     restore,
 )
-from sqrtdk.engines import Engine
-from sqrtdk.torch.engines import choose_differentiable, choose_engine
-from sqrtdk.torch.engines.tensor_kernel import Plain
+from sqrtdk.operation.engines.choose import Engine
+from sqrtdk.operation.visibility import Band
+from sqrtdk.torch.engines.choose import choose_differentiable, choose_engine
+from sqrtdk.torch.engines.kernel import Plain
 from sqrtdk.torch.internals import (
     call_below_autograd,
     has_memory,
     in_one_level,
     is_batch_of_gradients,
     is_forward_mode,
+    is_recorded,
     is_transformed,
     is_unobserved,
     levels_that_follow,
@@ -45,19 +46,19 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def run(call: Call, wanted: Wanted) -> tuple[Forward, str | None]:
-    """The forward pass, recorded if a tensor of the call needs a gradient, and the engine that made it.
+    """Return the results of the forward pass, recorded if a tensor needs a gradient, and the engine's name.
 
-    None for the engine of a graph that is being traced. The dispatcher and the Python function behind it cost more than
+    The name is None in a graph that is being traced. The dispatcher and the Python function behind it cost more than
     all the rest of a small call: where nobody watches, it is left out.
     """
     if is_forward_mode():
-        # Operators without a rule for tangents would lose them silently.
+        # Operators without a rule for tangents would silently lose them.
         wanted = wanted._replace(derivatives=True)
         engine, plan = choose_differentiable(call, wanted)
         return engine.forward(call, wanted, plan), engine.name
-    # The plan is asked for on the direct way alone: making it loads the kernel, which cannot be traced.
-    is_direct = is_unobserved() and _are_plain(call.tensors)
-    if _needs_gradient(call):
+    # Only the direct route asks for the plan: making it loads the kernel, which cannot be traced.
+    is_direct = _is_direct(call.tensors)
+    if is_recorded(*call.tensors) or (is_transformed() and torch.is_grad_enabled()):
         wanted = wanted._replace(saved=True)
         if is_direct:
             require_finite(call)
@@ -65,9 +66,9 @@ def run(call: Call, wanted: Wanted) -> tuple[Forward, str | None]:
             return Forward(*_apply_plainly(*flatten(call), *wanted[:-1], engine)), engine.name
         if torch.compiler.is_compiling():
             if is_transformed():
-                # The tracer knows of no gradients inside torch.func and would take the function's forward pass alone.
+                # Inside torch.func the tracer sees no gradients and would record the function's forward pass alone.
                 return run_forward(call, wanted), None
-            # The tracer takes no tensor twice.
+            # The tracer refuses a tensor that is passed twice.
             call = call._replace(key=call.key.view_as(call.key), value=call.value.view_as(call.value))
         return Forward(*cast(Any, Differentiable).apply(*flatten(call), *wanted[:-1], None)), None
     if is_direct:
@@ -78,8 +79,13 @@ def run(call: Call, wanted: Wanted) -> tuple[Forward, str | None]:
     return run_forward(call, wanted), None
 
 
-def _are_plain(tensors: tuple[Tensor | None, ...]) -> bool:
-    """Whether every tensor lies in the memory of the CPU; the dispatcher knows what the others stand for."""
+def _is_direct(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Return whether nothing observes the call and every tensor lies in CPU memory.
+
+    Only the dispatcher can handle other tensors.
+    """
+    if not is_unobserved():
+        return False
     # A loop takes half the time of `all`.
     for x in tensors:  # noqa: SIM110
         if x is not None and not (type(x) in _PLAIN and x.is_cpu and has_memory(x)):
@@ -87,31 +93,19 @@ def _are_plain(tensors: tuple[Tensor | None, ...]) -> bool:
     return True
 
 
-def _needs_gradient(call: Call) -> bool:
-    return torch.is_grad_enabled() and (_has_gradient(call) or is_transformed())
-
-
-def _has_gradient(flat: tuple[Any, ...]) -> bool:
-    """Whether a tensor at the head of a call, flat or not, needs a gradient."""
-    for x in flat[:TENSORS]:  # noqa: SIM110 -- half the time of `any`
-        if x is not None and x.requires_grad:
-            return True
-    return False
-
-
 class _Plain(torch.autograd.Function):
-    """The gradients of a plain operation that was computed before: the least that autograd asks for."""
+    """Gradients of a plain call that is already computed: the least that autograd needs."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, done: Plain) -> Tensor:
-        """The output as it came."""
+        """Return the output unchanged."""
         ctx.done = done[1:]
         ctx.save_for_backward(query, key, value, done[0])
         return done[0]
 
     @staticmethod
     def backward(ctx: Any, to_output: Tensor) -> Any:
-        """Gradients of q, k and v; differentiable again where a graph is asked for."""
+        """Return the gradients of q, k and v; differentiable again if a graph is wanted."""
         query, key, value, output = ctx.saved_tensors
         saved, factor, last = ctx.done
         call = Call(query, key, value, factor=factor, band=Band(last=last))
@@ -121,13 +115,13 @@ class _Plain(torch.autograd.Function):
 
 
 class Differentiable(torch.autograd.Function):
-    """The forward pass with its gradients; the statistics have none."""
+    """The forward pass with its gradients; statistics have no gradient."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor | None, ...]:
-        """By the engine that was chosen, or by the operator; a plain tuple, as vmap's rule cannot carry a named one."""
+        """Run the chosen engine, or the operator; return a plain tuple, as vmap's rule cannot carry a named one."""
         *flat, engine = arguments
         call, wanted = restore(flat[: len(FIELDS)]), Wanted(*flat[len(FIELDS) :])
         if engine is None:
@@ -136,7 +130,7 @@ class Differentiable(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        """Keep the inputs, and of the outputs what the backward pass starts from."""
+        """Save the inputs, and the outputs that the backward pass starts from."""
         done = Forward(*output)
         has_saved = done.saved is not None and done.saved.numel()
         has_exact = done.exact is not None and done.exact.numel()
@@ -149,7 +143,7 @@ class Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        """Gradients of q, k, v, scale, mask and sinks; differentiable again where a graph is asked for."""
+        """Return the gradients of the differentiable fields; differentiable again if a graph is wanted."""
         *tensors, output, saved = ctx.saved_tensors
         call, of = restore((*tensors, *ctx.rest)), Forward(*grads)
         needs = dict(zip(FIELDS, ctx.needs_input_grad, strict=False))
@@ -167,7 +161,7 @@ class Differentiable(torch.autograd.Function):
 
 
 def _sum_to(per_row: Tensor, call: Call, name: str) -> Tensor:
-    """A gradient per row `[..., H, L]` in the shape and dtype of the field that it is of."""
+    """Return a gradient per row `[..., H, L]`, summed to the shape and dtype of its field."""
     field = getattr(call, name)
     if FIELDS[name].lacks == 2:
         per_row = per_row.sum(dim=-1).reshape(call.heads_shape)
@@ -181,7 +175,7 @@ def _differentiate(call: Call, request: GradientRequest, done: Forward) -> Backw
         if is_batch_of_gradients(request.output) or is_batch_of_gradients(request.weights):
             return _differentiate_each(call, request, lambda each: engine.backward(call, each, done, plan))
         return engine.backward(call, request, done, plan)
-    if is_unobserved() and _are_plain((*call.tensors, request.output, request.weights)):
+    if _is_direct((*call.tensors, request.output, request.weights)):
         plan = backends.plan()
         if isinstance(done.saved, Tensor):
             done = drop_unsaved(done)
@@ -204,14 +198,14 @@ def _differentiate_each(
 
 
 class _Operator(torch.autograd.Function):
-    """The same gradients for callers of the operator without `run`: torch.export, and torch.func where it is compiled.
+    """The same gradients for callers of the operator without `run`: torch.export, and compiled torch.func.
 
     `torch.library.register_autograd` has no transforms of torch.func.
     """
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        """The operator without its gradients; the last argument is its set of dispatch keys."""
+        """Run the operator below autograd; the last argument is its set of dispatch keys."""
         *flat, keyset = arguments
         with with_derivatives():
             done = call_below_autograd(torch.ops.sqrtdk.forward.default, keyset, tuple(flat))
@@ -226,24 +220,24 @@ _apply_operator = plain_apply(_Operator)
 
 @register_autograd
 def _record(keyset: Any, *flat: Any) -> Any:
-    if torch.is_grad_enabled() and _has_gradient(flat):
+    if is_recorded(*flat[:TENSORS]):
         with in_one_level():
             return _apply_operator(*flat, keyset)
     return call_below_autograd(torch.ops.sqrtdk.forward.default, keyset, flat)
 
 
 _apply_plainly = plain_apply(Differentiable)
-# What gives a plain operation that was computed before its history.
+# Gives a plain call that is already computed its autograd history.
 record_plain: Callable[[Tensor, Tensor, Tensor, Plain], Tensor] = plain_apply(_Plain)
 
 
 def _is_graph_wanted(call: Call, request: GradientRequest) -> bool:
-    """Whether the gradients may be differentiated in their turn: create_graph, a transform around another, tangents."""
+    """Return whether the gradients may be differentiated again: create_graph, nested transforms, tangents."""
     if is_forward_mode():
         return True
-    # Where a tracer reads this code nothing follows the gradients; where one runs it, tensors tell as usual.
+    # A tracer that reads this code follows no gradients; under one that runs it, tensors have their usual flags.
     if not torch.is_grad_enabled() or torch.compiler.is_dynamo_compiling():
         return False
     transforms, by_autograd = levels_that_follow((*call.tensors, request.output, request.weights))
-    # torch.func.grad always asks for a graph; only if something else follows the tensors too does anybody use it.
+    # torch.func.grad always asks for a graph; the graph is used only if something else follows the tensors, too.
     return by_autograd or len(transforms) > 1

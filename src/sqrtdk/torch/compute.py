@@ -1,27 +1,21 @@
-"""The one way of every call on tensors: the kernel's shortcut, or check, choose an engine, run, describe."""
+"""The one path of every call on tensors: the kernel's shortcut, or check, choose an engine, run, describe."""
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from sqrtdk.arguments import QKV, Names, Window, require_flag, validate_band, validate_shapes, validate_softcap
-from sqrtdk.attention import Attention
-from sqrtdk.call import ALIGNED, OPEN, Band, Call, Wanted, as_truth
+from sqrtdk import checks
 from sqrtdk.errors import InvalidTypeError
-from sqrtdk.scales import Policy
+from sqrtdk.operation.arguments import QKV, Names, Window, validate_band, validate_shapes, validate_softcap
+from sqrtdk.operation.attention import Attention, new_attention
+from sqrtdk.operation.call import Call, Wanted
+from sqrtdk.operation.visibility import ALIGNED, OPEN, Band, as_truth
+from sqrtdk.scales import Policy, default_factor
 from sqrtdk.statistics import AttentionStatistics, Sample
-from sqrtdk.torch.autograd import record_plain, run
-from sqrtdk.torch.engines.tensor_kernel import TENSOR_KERNEL
-from sqrtdk.torch.internals import without_derivatives
-from sqrtdk.torch.policies import Scaled, TensorScale, apply_scale
-from sqrtdk.torch.pressure import TemperaturePressure
-from sqrtdk.torch.sampling import check_sample, sample_positions
-from sqrtdk.torch.scale_protocol import LearnableScale
-from sqrtdk.torch.tensor_arguments import (
+from sqrtdk.torch.arguments import (
     broadcast_heads,
     cast_for_autocast,
     require_alibi,
@@ -31,15 +25,21 @@ from sqrtdk.torch.tensor_arguments import (
     require_sinks,
     require_tensors,
 )
+from sqrtdk.torch.autograd import record_plain, run
+from sqrtdk.torch.engines.kernel import TENSOR_KERNEL
+from sqrtdk.torch.internals import without_derivatives
+from sqrtdk.torch.pressure import TemperaturePressure
+from sqrtdk.torch.sampling import check_sample, sample_positions
+from sqrtdk.torch.scales import LearnableScale, Scaled, TensorScale, apply_scale
 
 
 class Dialect(NamedTuple):
-    """How a caller names its arguments, and what its signature means by them.
+    """Argument names of a signature, for errors, and its meaning of broadcasting and causality.
 
     Args:
         tensors: the names of queries, keys and values, for errors.
-        mask, causal, dropout: those of further arguments.
-        broadcasts: None; or leading axes broadcast as torch has it: "heads" too, or all but "grouped" ones.
+        mask, causal, dropout: the names of further arguments.
+        broadcasts: None, or leading axes broadcast as in torch: "heads" too, or all axes but "grouped" heads.
         starts_aligned: causal means key j ≤ i whatever L and S.
     """
 
@@ -50,8 +50,6 @@ class Dialect(NamedTuple):
     broadcasts: str | None = None
     starts_aligned: bool = False
 
-
-_new_tuple = tuple.__new__
 
 OURS = Dialect()
 TORCHS = Dialect(("query", "key", "value"), "attn_mask", "is_causal", "dropout_p", "heads", True)
@@ -80,9 +78,9 @@ def compute(
     sample_seed: int = 0,
     pressure: TemperaturePressure | None = None,
 ) -> Attention:
-    """`sqrtdk.torch.attention`, whatever the signature that the call came through."""
+    """Return the result of `sqrtdk.torch.attention` for a call through any of the signatures."""
     if (
-        (scale is None or type(scale) is float)
+        dialect.broadcasts is None  # torch's signature has tried the shortcut
         and mask is None
         and causal_offset is None
         and window is None
@@ -101,7 +99,7 @@ def compute(
             if statistics:
                 first = 0 if q.shape[-2] == k.shape[-2] else None
                 described = AttentionStatistics.from_blocks(counts, measures, first_position=first)  # type: ignore[arg-type]
-            result = _new_tuple(Attention, (output, described, None))  # half the time of Attention(...)
+            result = new_attention(Attention, (output, described, None))
             result.engine = TENSOR_KERNEL.name
             return result
     q, k, v = require_tensors(*cast_for_autocast(q, k, v), dialect.tensors)
@@ -113,7 +111,7 @@ def compute(
         mask = require_mask(mask, q, (*q.shape[:-3], heads, q.shape[-2], k.shape[-2]), dialect.mask)
     p = 0.0 if dropout == 0.0 else require_dropout(dropout, dialect.dropout)
     if scale is None:
-        scaled = Scaled(q, k, v, None, 1.0 / math.sqrt(q.shape[-1]))
+        scaled = Scaled(q, k, v, None, default_factor(q.shape[-1]))
     else:
         scale = require_finite_number("scale", cast(float, scale)) if dialect.broadcasts is not None else scale
         scaled = apply_scale(scale, q, k, v, mask, band)
@@ -140,12 +138,9 @@ def compute(
         described = _describe_sample(call, sample)
     elif statistics:
         described = AttentionStatistics.from_blocks(done.counts, done.measures, first_position=band.offset)
-    result = Attention(
-        # A policy that normalises works in float32 or better; the output is as the query was given.
-        _narrow(done.output, q.dtype),
-        described,
-        _narrow(done.weights, q.dtype) if weights else None,
-    )
+    # A policy that normalises works in float32 or better; the output has the dtype of the given query.
+    output = _narrow(done.output, q.dtype)
+    result = new_attention(Attention, (output, described, _narrow(done.weights, q.dtype) if weights else None))
     if engine is not None:
         result.engine = engine
     return result
@@ -166,7 +161,7 @@ def _find_band(
     dialect: Dialect,
 ) -> Band:
     if causal is not False or window is not None or causal_offset is not None or has_alibi:
-        if dialect.starts_aligned and require_flag(dialect.causal, causal):
+        if dialect.starts_aligned and checks.flag(dialect.causal, causal):
             causal_offset = 0
         asks = isinstance(scale, str | Policy | LearnableScale)
         return validate_band(causal, causal_offset, window, q.shape[-2], k.shape[-2], asks, has_alibi)
@@ -182,7 +177,7 @@ def _follow(pressure: TemperaturePressure | None, query: Tensor) -> Tensor:
 
 
 def _describe_sample(call: Call, positions: Tensor) -> AttentionStatistics:
-    """Statistics of sampled rows, apart from the pass that computes the output: the same call of those rows alone."""
+    """Return the statistics of sampled rows: a second call, of those rows alone, without values."""
     queries = call.queries
 
     def pick(x: Tensor | None, axis: int) -> Tensor | None:
@@ -193,7 +188,7 @@ def _describe_sample(call: Call, positions: Tensor) -> AttentionStatistics:
     mask, keys = pick(call.mask, -2), torch.arange(call.keys, device=positions.device)
     in_range = call.band.sees(positions, keys)
     if call.alibi is not None:
-        # So have their distances.
+        # The sampled rows are not consecutive: their distances go into the mask.
         slopes = cast(Tensor, pick(call.alibi.detach(), -1))
         sloped = slopes[..., None].double() * call.band.distances(positions, keys)
         if mask is None:
@@ -203,7 +198,7 @@ def _describe_sample(call: Call, positions: Tensor) -> AttentionStatistics:
         else:
             mask = mask + sloped
     if in_range is not None:
-        # Rows that no longer lie one behind the other have their range written into a mask.
+        # The visible range of rows that are not consecutive goes into the mask.
         if mask is None:
             mask = in_range
         elif mask.dtype == torch.bool:

@@ -1,32 +1,36 @@
-"""Attention for the models of transformers: the attention function and the mask function that belong together."""
+"""Attention for Hugging Face models: the attention function and the mask function that goes with it."""
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
-import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sqrtdk.errors import InvalidTypeError, InvalidValueError, MissingExtraError, missing_extra
+from sqrtdk.errors import InvalidTypeError, InvalidValueError
 from sqrtdk.torch.compute import MODELS, compute
+from sqrtdk.torch.minus_infinity import close_hidden
+from sqrtdk.torch.transformers_internals import (
+    are_weights_recorded,
+    import_interfaces,
+    import_mask_functions,
+    read_layers,
+)
 
-# What a model hands to the attention function in place of a mask. Ignoring one of them would give another operation.
+# Arguments that models pass in place of a mask. Ignoring one of them would compute another operation.
 _NOT_UNDERSTOOD = {
     "cache": "a paged cache (continuous batching)",
     "indices": "a sparse selection of keys",
     "block_indices": "a sparse selection of key blocks",
 }
-# transformers reads a meaning of its own into names with these parts.
+# transformers gives names with these parts a meaning of its own.
 _RESERVED = ("eager", "sdpa", "flash", "flex", "paged")
-_LAYERS: dict[type, str] = {}
 
 
 def register_huggingface(name: str = "sqrtdk") -> None:
-    """Make `attn_implementation=name` known to transformers: the attention function and its mask function.
+    """Register `attn_implementation=name` with transformers: the attention function and its mask function.
 
     After it `AutoModel.from_pretrained(..., attn_implementation="sqrtdk")`, `from_config` and
     `model.set_attn_implementation("sqrtdk")` work for every model whose attention goes through the
@@ -52,32 +56,13 @@ def register_huggingface(name: str = "sqrtdk") -> None:
             f"must consist of letters, digits, _ and - and contain none of {', '.join(_RESERVED)}, "
             f"which transformers reads its own way; got {name!r}",
         )
-    registrations = list(zip(_import_interfaces(), (attend, make_mask), strict=True))
+    registrations = list(zip(import_interfaces(), (attend, make_mask), strict=True))
     if any(registry().get(name, function) is not function for registry, function in registrations):
         raise InvalidValueError(f"name {name!r} is taken: transformers has another function of that name")
-    # What a tracer need not follow. Marked here, not at import: it loads torch's compiler, longer to load than torch.
-    torch.compiler.assume_constant_result(_read_layers)  # type: ignore[no-untyped-call]
+    # A tracer need not follow this function. It is marked here, not at import, because marking loads torch's compiler.
+    torch.compiler.assume_constant_result(read_layers)  # type: ignore[no-untyped-call]
     for registry, function in registrations:
         registry.register(name, function)
-
-
-def _import_interfaces() -> tuple[Any, Any]:
-    try:
-        import transformers
-    except ImportError:
-        raise missing_extra("transformers", "hf") from None
-    try:
-        from transformers import AttentionInterface, AttentionMaskInterface
-        from transformers.masking_utils import sdpa_mask
-
-        if {"q_length", "q_offset", "kv_offset"} <= set(inspect.signature(sdpa_mask).parameters):
-            return AttentionInterface, AttentionMaskInterface
-    except ImportError:
-        pass
-    raise MissingExtraError(
-        f"transformers {transformers.__version__} has no mask interface that tells where queries and keys begin; "
-        'a newer one comes with: pip install --upgrade "sqrtdk[hf]"'
-    )
 
 
 def make_mask(
@@ -93,7 +78,7 @@ def make_mask(
     config: Any = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The mask function: a boolean mask `[B, 1, L, S]` (True: may attend), or None where `attend` knows it.
+    """Return a boolean mask `[B, 1, L, S]` (True: may attend), or None if `attend` can derive it.
 
     None means: a causal module sees up to its own position, the last query being at the last key; another module sees
     everything. So it is returned only without padding, and for causal masks only if the ends lie on each other, as
@@ -101,9 +86,7 @@ def make_mask(
     mask: not every model that masks one also hands it to the attention function. Where some layers compute attention
     in code of their own, the mask is the additive one that they add.
     """
-    from transformers.masking_utils import eager_mask, sdpa_mask
-
-    layers = _read_layers(type(config))
+    layers = read_layers(type(config))
     if layers == "own":
         refused = f"attn_implementation: the model of {type(config).__name__} computes attention in code of its own"
         raise InvalidValueError(f'{refused} and asks for no other; use attn_implementation="eager"')
@@ -116,36 +99,17 @@ def make_mask(
         and _has_no_padding(attention_mask, kv_offset, kv_length)
     ):
         return None
-    write: Any = sdpa_mask if layers == "dispatched" else eager_mask
+    write_boolean, write_additive = import_mask_functions()
+    write = write_boolean if layers == "dispatched" else write_additive
     options = {"attention_mask": attention_mask, "local_size": local_size, "allow_is_causal_skip": False, **kwargs}
     mask: Tensor | None = write(batch_size, q_length, kv_length, q_offset, kv_offset, **options)
     return mask
 
 
-def _read_layers(config_class: type) -> str:
-    """Which attention layers of a model ask transformers for their function: "dispatched" (all), "mixed", "own" (none).
-
-    A layer that does not ask would add the mask that is made here to its scores. As transformers itself does, this
-    reads the source; a model whose source is not there, or has no attention layers, counts as dispatched.
-    """
-    if config_class not in _LAYERS:
-        module = sys.modules.get(config_class.__module__.replace(".configuration_", ".modeling_"))
-        try:
-            source = "" if module is None else inspect.getsource(module)
-        except (OSError, TypeError):
-            source = ""
-        parts = re.split(r"^(?=class |def |@)", source, flags=re.MULTILINE)
-        layers = [part for part in parts if re.match(r"class \w*Attention\w*\(nn\.Module\)", part)]
-        asking = "ALL_ATTENTION_FUNCTIONS"
-        own = [part for part in layers if asking not in part and "oftmax(" in part and "mask" in part]
-        _LAYERS[config_class] = "own" if layers and asking not in source else "mixed" if own else "dispatched"
-    return _LAYERS[config_class]
-
-
 def _has_no_padding(padding: Tensor | None, kv_offset: int, kv_length: int) -> bool:
     if padding is None:
         return True
-    # While a graph is traced the values are not there to be read.
+    # Values cannot be read while a graph is traced.
     if torch.compiler.is_compiling() or padding.is_meta or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
         return False
     seen = padding[:, kv_offset : kv_offset + kv_length]
@@ -167,7 +131,7 @@ def attend(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The attention function, with the signature that the models of transformers call.
+    """Compute attention with the signature that Hugging Face models call.
 
     Args:
         module: the attention layer; its `is_causal` holds where `is_causal` is None.
@@ -190,7 +154,7 @@ def attend(
             raise InvalidValueError(f'{passed}; use attn_implementation="sdpa" or "eager" for this model')
     visible: dict[str, Any] = {}
     if attention_mask is not None:
-        attention_mask = _close_masked(attention_mask, query.dtype)
+        attention_mask = _close_masked(attention_mask)
     else:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         visible = _align_ends(query.shape[-2], key.shape[-2], bool(causal), sliding_window)
@@ -211,7 +175,7 @@ def attend(
 
 
 def _align_ends(queries: int, keys: int, causal: bool, sliding_window: int | None) -> dict[str, Any]:
-    """What says to the operation that a layer without a mask is causal, or has a window, up to its last key."""
+    """Return the arguments of a layer without a mask that is causal, or has a window, aligned at the last key."""
     if sliding_window is not None and sliding_window >= keys:
         sliding_window = None
     if not causal and sliding_window is None:
@@ -228,17 +192,14 @@ def _align_ends(queries: int, keys: int, causal: bool, sliding_window: int | Non
     return {"causal": causal, "causal_offset": keys - queries, "window": window}
 
 
-def _close_masked(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mask with −inf in place of the finite "minus infinity" that models write."""
+def _close_masked(mask: Tensor) -> Tensor:
+    """Return the mask with −inf in place of the finite "minus infinity" that models write."""
     if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
         came = getattr(mask, "dtype", type(mask).__name__)
         raise InvalidTypeError("attention_mask", f"must be None or a boolean or floating-point tensor, got {came}")
     if mask.ndim != 4:
         raise InvalidValueError("attention_mask", f"must have shape [B, H, L, S], got {tuple(mask.shape)}")
-    if mask.dtype == torch.bool:
-        return mask
-    lowest = max(torch.finfo(mask.dtype).min, torch.finfo(dtype).min) / 2
-    return mask.masked_fill(mask <= lowest, -math.inf)
+    return close_hidden(mask)
 
 
 def _add_bias(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
@@ -248,8 +209,7 @@ def _add_bias(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
 
 
 def _wants_weights(kwargs: dict[str, Any]) -> bool:
-    """Whether weights were asked for: by argument, or (GPT-2 keeps the argument to itself) by an active recorder."""
+    """Return whether weights are wanted: by argument, or by a recorder of outputs."""
     if kwargs.get("output_attentions") or torch.compiler.is_compiling():
         return bool(kwargs.get("output_attentions"))
-    recorder = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
-    return recorder is not None and any("attentions" in key for key in recorder.get() or ())
+    return are_weights_recorded()

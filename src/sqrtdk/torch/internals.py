@@ -1,4 +1,4 @@
-"""Every private name of torch that sqrtdk uses, and why; a test tries each of them on the installed torch."""
+"""Wrappers around the private torch names that sqrtdk uses. A test tries each of them on the installed torch."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from torch.utils import _python_dispatch
 class _DispatchMode(_python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Else torch imports its compiler at the first operation, which takes seconds, and asks it at every other one.
+        # Otherwise torch imports its compiler at the first operation, which takes seconds, and then queries it at each.
         return False
 
-    # Torch also notes in a flag of the whole process that a mode is on, and loses count of it when threads overlap.
+    # The base class also sets a process-wide flag while a mode is on, and miscounts when threads overlap.
     def __enter__(self) -> _DispatchMode:
         _python_dispatch._push_mode(self)
         return self
@@ -33,28 +33,31 @@ class _DispatchMode(_python_dispatch.TorchDispatchMode):  # type: ignore[no-unty
         leave_mode(self)
 
 
-# The class that it is made from is documented, its module is not: there is no public path to it.
+# The base class is documented, but its module is not, so it has no public path.
 DispatchMode: Any = _DispatchMode
 
-# Looked up once: finding them by their full names takes as long as calling them.
+# Looked up once, because resolving their full names takes as long as calling them.
 _is_compiling = torch.compiler.is_compiling
+_is_grad_enabled = torch.is_grad_enabled
 _tracing_state: Callable[[], object] = torch._C._get_tracing_state
 _count_dispatch_modes = torch._C._len_torch_dispatch_stack
 _peek_transforms = torch._C._functorch.peek_interpreter_stack
-_are_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active  # the tracer knows it
+_are_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active  # torch's tracer supports it
 _is_autocast_on: Callable[[], bool] = (
     torch._C._is_any_autocast_enabled
-)  # of any device; a third of the public one's time
+)  # any device; takes a third of the public function's time
 _is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 _functorch = torch._C._functorch
 _forward_ad: Any = forward_ad
 _graph_task = torch._C._current_graph_task_id
-_is_expired = cast(Callable[[int], bool], torch.UntypedStorage._expired)  # below two functions in Python
+_is_expired = cast(Callable[[int], bool], torch.UntypedStorage._expired)  # skips two Python functions
 _has_storage: Callable[[Tensor], bool] = torch._C._has_storage
+_PLAIN = (Tensor, torch.nn.Parameter)
+_FLEX = "torch.nn.attention.flex_attention"
 
 
 def is_unobserved() -> bool:
-    """Whether nothing between Python and the kernel has to be told of a call: no tracer, mode, profiler or autocast."""
+    """Return whether nothing observes a call: no tracer, mode, profiler or autocast."""
     return not (
         _is_compiling()
         or _tracing_state() is not None
@@ -66,40 +69,52 @@ def is_unobserved() -> bool:
     )
 
 
-def has_memory(tensor: Tensor) -> bool:
-    """Whether a tensor's elements lie at an address.
+def is_recorded(query: Tensor, key: Tensor, value: Tensor, *others: Tensor | None) -> bool:
+    """Return whether autograd records computations on these tensors. torch.func may record them in addition."""
+    if not _is_grad_enabled():
+        return False
+    if query.requires_grad or key.requires_grad or value.requires_grad:
+        return True
+    for x in others:  # noqa: SIM110 -- half the time of `any`
+        if x is not None and x.requires_grad:
+            return True
+    return False
 
-    Not those of zeros that torch keeps nowhere, of a wrapper around other tensors, of a storage that was given back.
+
+def has_memory(tensor: Tensor) -> bool:
+    """Return whether a tensor's elements lie at an address.
+
+    False for zeros without storage, for wrappers around other tensors and for freed storage.
     """
     return _has_storage(tensor) and (tensor.data_ptr() != 0 or not tensor.numel())
 
 
 def is_forward_mode() -> bool:
-    """Whether tensors may carry tangents."""
+    """Return whether forward-mode differentiation is on, so that tensors may carry tangents."""
     return bool(_forward_ad._current_level >= 0)
 
 
 def is_transformed() -> bool:
-    """Whether a transform of torch.func is around: inside vmap a tensor does not tell that grad follows it."""
+    """Return whether a torch.func transform is active. Inside vmap, a tensor does not show that grad tracks it."""
     return _are_transforms_active()
 
 
 @contextmanager
 def without_derivatives() -> Iterator[None]:
-    """A context whose results have neither gradients nor tangents."""
+    """Return a context whose results have neither gradients nor tangents."""
     with torch.no_grad(), _forward_ad._set_fwd_grad_enabled(False):
         yield
 
 
 @contextmanager
 def with_derivatives() -> Iterator[None]:
-    """A context in which transforms further out record, too; the forward pass of an autograd function forbids it."""
+    """Return a context in which outer transforms record too, which an autograd function's forward pass forbids."""
     with torch.enable_grad(), _forward_ad._set_fwd_grad_enabled(True):
         yield
 
 
 def levels_that_follow(tensors: tuple[Tensor | None, ...]) -> tuple[set[int], bool]:
-    """Which transforms of torch.func take gradients of some of the tensors, and whether autograd itself does."""
+    """Return the levels of the torch.func transforms that track some of the tensors, and whether autograd does."""
     transforms = set()
     for tensor in tensors:
         inner: Any = tensor
@@ -113,12 +128,12 @@ def levels_that_follow(tensors: tuple[Tensor | None, ...]) -> tuple[set[int], bo
 
 
 def is_batch_of_gradients(tensor: Tensor | None) -> bool:
-    """Whether a tensor stands for several: what torch.autograd's `is_grads_batched` and `vectorize` pass back."""
+    """Return whether a tensor is a batch of gradients, as `is_grads_batched` and `vectorize` of torch.autograd pass."""
     return tensor is not None and bool(_functorch.is_legacy_batchedtensor(tensor))
 
 
 def map_gradients(function: Callable[..., tuple[Tensor, ...]], tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """A function of such tensors by way of torch.func.vmap, which has rules for more operations than they have."""
+    """Return the results of a function on batched gradients, by torch.func.vmap, which supports more operations."""
     level = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
     batched = next(x for x in tensors if is_batch_of_gradients(x))
@@ -127,32 +142,38 @@ def map_gradients(function: Callable[..., tuple[Tensor, ...]], tensors: tuple[Te
     return tuple(torch._add_batch_dim(x, 0, level) for x in results)
 
 
+def softmax_gradient(to_weights: Tensor, weights: Tensor) -> Tensor:
+    """Return the gradient of the logits from that of their softmax (last axis). The result is differentiable."""
+    gradient: Tensor = torch.ops.aten._softmax_backward_data.default(to_weights, weights, -1, to_weights.dtype)
+    return gradient
+
+
 def call_below_autograd(operator: Any, keyset: Any, arguments: tuple[Any, ...]) -> Any:
-    """An operator's call from within its own kernel for autograd: on to what comes after."""
+    """Return the result of an operator below autograd. Call this from the operator's own autograd kernel."""
     with torch._C._AutoDispatchBelowAutograd():
         return operator.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
 
 
 def in_one_level() -> AbstractContextManager[None]:
-    """A context in which an autograd function may be applied to tensors of the innermost transform alone."""
+    """Return a context in which an autograd function applies to tensors of the innermost transform only."""
     return cast(AbstractContextManager[None], enable_single_level_autograd_function())
 
 
 def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """What `function.apply` calls in the end.
+    """Return the callable behind `function.apply`.
 
-    Before it, for the sake of transforms, `apply` looks up and binds the signature of `forward`, which takes 25 µs; and
-    within an operator's kernel for autograd the transforms have been seen to.
+    `apply` first looks up and binds the signature of `forward` for transforms, which takes 25 µs. An operator's kernel
+    for autograd does not need this step, because transforms are already handled there.
     """
     return cast(Callable[..., Any], super(torch.autograd.Function, function).apply)  # type: ignore[misc]
 
 
 class ModuleCalls:
-    """Lets a function stand between every call of a module and torch, while it is installed.
+    """Runs a function around every module call while installed.
 
-    A hook on a module would switch the fast path of encoders off, a global one is passed by when the user interrupts,
-    and neither is told keyword arguments before the call. All calls come to `_call_impl`, but those of modules that are
-    compiled in place, which have one of their own: theirs are met at `__call__`.
+    Module hooks would disable the encoders' fast path. Global hooks are skipped when the user interrupts. Neither gets
+    keyword arguments before the call. All calls pass through `_call_impl`, except those of modules compiled in place,
+    which have a function of their own and are intercepted at `__call__`.
     """
 
     def __init__(self, around: Callable[[module.Module, Callable[..., Any], Any, Any], Any]) -> None:
@@ -172,8 +193,8 @@ class ModuleCalls:
         self._own = {"__call__": enter, "_call_impl": enter_within}
 
     def install(self, has_compiled: bool) -> None:
-        """Begin, with modules that are compiled in place or without; twice is once."""
-        # A change of `__call__` takes ten times as long: every class of modules has a slot for it.
+        """Start intercepting, with or without modules compiled in place. A repeated call has no effect."""
+        # Replacing `__call__` takes ten times as long, because every module class has a slot for it.
         for name in ("_call_impl", "__call__") if has_compiled else ("_call_impl",):
             present = getattr(module.Module, name)
             if present is not self._own[name]:
@@ -181,33 +202,98 @@ class ModuleCalls:
                 setattr(module.Module, name, self._own[name])
 
     def remove(self) -> None:
-        """End; what somebody else has put in its place meanwhile stays, and leads through here to torch."""
+        """Stop intercepting. A replacement that other code has installed meanwhile stays, and still calls torch."""
         for name, function in self._own.items():
             if getattr(module.Module, name) is function:
                 setattr(module.Module, name, self._torchs[name])
 
 
 def own_tensors(of: module.Module) -> list[Tensor]:
-    """The parameters and buffers of a module alone; the public ways to them look for duplicates first."""
+    """Return a module's own parameters and buffers. The public methods check for duplicates first, which is slower."""
     return [tensor for named in (of._parameters, of._buffers) for tensor in named.values() if tensor is not None]
 
 
+WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+"""Module path parts that torch.compile, sharding and activation checkpointing add."""
+
+
+def compiled_from(wrapper: module.Module) -> Any:
+    """Return the module that torch.compile wrapped, or None if the given module is not such a wrapper."""
+    return getattr(wrapper, "_orig_mod", None)
+
+
+def is_compiled(one: module.Module) -> bool:
+    """Return whether a module runs through torch.compile, wrapped or compiled in place."""
+    return "_orig_mod" in one.__dict__.get("_modules", ()) or one.__dict__.get("_compiled_call_impl") is not None
+
+
+def is_compiler_loaded() -> bool:
+    """Return whether compiled code may exist. Importing the compiler to find out would take a second."""
+    return "torch._dynamo" in sys.modules or _FLEX in sys.modules
+
+
+@contextmanager
+def running_eagerly(tell: Callable[[], None]) -> Iterator[None]:
+    """Return a context in which compiled code runs eagerly and each of its calls is reported to `tell`.
+
+    Calls of the function that flex_attention compiles internally are not reported.
+    """
+    from torch._dynamo import eval_frame
+
+    frames: Any = eval_frame
+    asked = frames._callback_from_stance
+
+    def ask(callback: Any) -> Any:
+        function: Any = sys._getframe(1).f_locals.get("fn")
+        is_torchs = getattr(function, "__module__", None) == _FLEX and "<locals>" in function.__qualname__
+        if callback not in (None, False) and not is_torchs:
+            tell()
+        return asked(callback)
+
+    with torch.compiler.set_stance("force_eager"):
+        frames._callback_from_stance = ask
+        try:
+            yield
+        finally:
+            frames._callback_from_stance = asked
+
+
 def has_numbers(tensor: Tensor) -> bool:
-    """Whether a tensor has entries, which it has not on the device meta and as a fake tensor."""
+    """Return whether a tensor has entries: False on the meta device and for fake tensors."""
     fakes = sys.modules.get("torch._subclasses.fake_tensor")
     return tensor.device.type != "meta" and not (fakes is not None and isinstance(tensor, fakes.FakeTensor))
 
 
 def without_modes() -> AbstractContextManager[object]:
-    """Leave out every dispatch mode: what is computed about a call must not be seen by a second watch around it."""
-    if not _count_dispatch_modes():  # within a mode's own handler it is off already
+    """Return a context without dispatch modes, so that another watch does not see computations about a call."""
+    if not _count_dispatch_modes():  # a mode is already off inside its own handler
         return nullcontext()
     guard: AbstractContextManager[object] = _python_dispatch._disable_current_modes()
     return guard
 
 
+class _Unseen:
+    def __enter__(self) -> None:
+        self._modes = without_modes()
+        self._modes.__enter__()
+        self._has_gradients = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *details: Any) -> None:
+        torch._C._set_grad_enabled(self._has_gradients)
+        self._modes.__exit__(*details)
+
+
+def unseen() -> AbstractContextManager[object]:
+    """Return a context without dispatch modes and gradients, in a fraction of the time of `torch.no_grad`."""
+    return _NOTHING if not torch.is_grad_enabled() and not _count_dispatch_modes() else _Unseen()
+
+
+_NOTHING = nullcontext()
+
+
 def leave_mode(mode: object) -> None:
-    """Take a mode from this thread's stack, where it is there the last time; the others stay in their order."""
+    """Remove the topmost occurrence of a mode from this thread's stack, if any. The other modes keep their order."""
     if not any(one is mode for one in _python_dispatch._get_current_dispatch_mode_stack()):
         return
     above: list[Any] = []
@@ -218,14 +304,14 @@ def leave_mode(mode: object) -> None:
 
 
 def is_in_backward() -> bool:
-    """Whether a backward pass runs in this thread: a forward inside it is the recomputation of a checkpoint."""
+    """Return whether a backward pass runs in this thread. A forward pass inside it recomputes a checkpoint."""
     return bool(_graph_task() != -1)
 
 
 def storage_address(tensor: Tensor) -> int:
-    """What identifies the memory of a tensor while it lives; 0 for tensors without memory of their own.
+    """Return the address that identifies a tensor's storage while it exists, or 0 without storage of its own.
 
-    A view under autograd is a tensor object of its own; that it is a view shows in its storage alone.
+    Under autograd a view is a separate tensor object, and only its storage shows that it is a view.
     """
     try:
         return int((_values_of(tensor) if tensor.is_nested else tensor).untyped_storage()._cdata)
@@ -233,17 +319,37 @@ def storage_address(tensor: Tensor) -> int:
         return 0
 
 
+def count_changes(tensor: Tensor) -> int:
+    """Return how many times a tensor was changed in place, for example by an optimiser."""
+    return tensor._version
+
+
+def is_spread(tensor: Tensor) -> bool:
+    """Return whether a tensor is distributed over a device mesh."""
+    return hasattr(tensor, "device_mesh")
+
+
+def local_part(value: Any) -> Any:
+    """Return this process's part of a distributed tensor or of an unfinished collective, and other values unchanged."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(local_part, value)) if type(value) in (list, tuple) else value
+    if isinstance(value, Tensor) and type(value) not in _PLAIN:
+        value = getattr(value, "_local_tensor", value)  # DTensor; its to_local() is an operation of autograd
+        return getattr(value, "elem", value)  # AsyncCollectiveTensor
+    return value
+
+
 def _values_of(tensor: Tensor) -> Tensor:
-    """The tensor whose memory a jagged tensor shows; any other is its own."""
+    """Return the tensor that holds a jagged tensor's values, and any other tensor unchanged."""
     if tensor.is_nested and tensor.layout is torch.jagged:
         return cast(Tensor, cast(Any, tensor)._values)
     return tensor
 
 
 class WeakStorage:
-    """Remembers the memory of a tensor without keeping it: while this lives, its address is not given to another.
+    """Weak reference to a tensor's storage. While the reference exists, the storage address is not reused.
 
-    Two of them are equal if they are of the same memory, also after it is gone.
+    Two references are equal if they refer to the same storage, even after it is freed.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -257,22 +363,32 @@ class WeakStorage:
         return self.address
 
     def is_gone(self) -> bool:
-        """Whether nobody else holds the memory any more."""
+        """Return whether the storage has no other references."""
         return _is_expired(self._weak.cdata)
 
 
+def name_arguments(function: Any) -> tuple[str, ...]:
+    """Return an operator's argument names from its schema."""
+    return _read_schema(function)[0]
+
+
 def bind(function: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of an operator by the names of its schema, defaults included."""
+    """Return an operator's arguments by their names in its schema, including defaults."""
+    names, defaults = _read_schema(function)
+    return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+
+
+@lru_cache(maxsize=1024)
+def _read_schema(function: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Return an operator's argument names, and the default values by name."""
     arguments = function._schema.arguments
-    bound = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
-    bound.update(zip((argument.name for argument in arguments), args, strict=False))
-    bound.update(kwargs)
-    return bound
+    defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+    return tuple(argument.name for argument in arguments), defaults
 
 
 @lru_cache(maxsize=4096)
 def operator_name(function: Any) -> str:
-    """`aten::mul` for torch.ops.aten.mul.Tensor; the name of a higher-order operator as it is."""
+    """Return an operator's name without its overload: `aten::mul` for torch.ops.aten.mul.Tensor."""
     schema = getattr(function, "_schema", None)
     return str(function) if schema is None else str(schema.name)
 
@@ -284,9 +400,9 @@ def map_places(
     scores: Tensor | None,
     buffers: tuple[Any, ...],
 ) -> Tensor:
-    """What a score or mask function of flex_attention gives at every place `[B, H, L, S]`, as the operation asks it.
+    """Return the values of a flex_attention score or mask function at every position `[B, H, L, S]`.
 
-    Inside, a tensor that is indexed by a place is looked up without reading the place as a number.
+    Inside the function, indexing a tensor by a position does not convert the position to a Python number.
     """
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
     from torch.nn.attention.flex_attention import _vmap_for_bhqkv

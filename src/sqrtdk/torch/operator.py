@@ -1,4 +1,4 @@
-"""The operators sqrtdk::forward and sqrtdk::backward: what torch.compile, vmap and the dispatcher see of attention."""
+"""The operators sqrtdk::forward and sqrtdk::backward, for torch.compile, vmap and the dispatcher."""
 
 from __future__ import annotations
 
@@ -10,11 +10,22 @@ import torch
 from torch import Tensor
 
 from sqrtdk import backends
-from sqrtdk.call import ARRAYS, BY_ROW, FIELDS, Backward, Call, Forward, GradientRequest, Wanted, flatten, restore
 from sqrtdk.errors import InvalidValueError
+from sqrtdk.operation.call import (
+    ARRAYS,
+    BY_ROW,
+    FIELDS,
+    Backward,
+    Call,
+    Forward,
+    GradientRequest,
+    Wanted,
+    flatten,
+    restore,
+)
 from sqrtdk.statistics import COUNTS, MEASURES
-from sqrtdk.torch.engines import choose_engine
-from sqrtdk.torch.tiles import wide_dtype
+from sqrtdk.torch.engines.choose import choose_engine
+from sqrtdk.torch.engines.tiles import wide_dtype
 
 _LIBRARY: Any = torch.library.Library("sqrtdk", "DEF")  # type: ignore[no-untyped-call]
 
@@ -31,7 +42,7 @@ def _schema_of(request: str) -> str:
     return f"{'bool' if isinstance(default, bool) else 'Tensor?' if default is None else 'Tensor'} request_{request}"
 
 
-# The last item of `Wanted` and `GradientRequest` stays behind: operators have no derivatives but by autograd.
+# Without the last item of `Wanted` and `GradientRequest`: operators have derivatives by autograd only.
 _define("forward", (f"bool want_{name}" for name in Wanted._fields[:-1]), Forward._fields)
 _define(
     "backward", ("Tensor? output", "Tensor? saved", *map(_schema_of, GradientRequest._fields[:-1])), Backward._fields
@@ -39,7 +50,7 @@ _define(
 
 
 def run_forward(call: Call, wanted: Wanted) -> Forward:
-    """The forward pass by way of the dispatcher: whoever watches is told, and the choice of an engine is made there."""
+    """Return the forward pass through the dispatcher, where observers see it and the engine is chosen."""
     done = Forward(*torch.ops.sqrtdk.forward.default(*flatten(call), *wanted[:-1]))
     if not wanted.statistics:
         done = done._replace(measures=None, counts=None)
@@ -49,7 +60,7 @@ def run_forward(call: Call, wanted: Wanted) -> Forward:
 
 
 def run_backward(call: Call, request: GradientRequest, done: Forward) -> Backward:
-    """The gradients of a call by way of the dispatcher."""
+    """Return the gradients of a call through the dispatcher."""
     saved = torch.from_numpy(done.saved) if isinstance(done.saved, np.ndarray) else done.saved
     gradients = torch.ops.sqrtdk.backward.default(*flatten(call), done.output, saved, *request[:-1])
     named = zip(Backward._fields, gradients, strict=True)
@@ -57,20 +68,20 @@ def run_backward(call: Call, request: GradientRequest, done: Forward) -> Backwar
 
 
 def register_autograd(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function of the dispatch keys and the flat arguments what autograd sees of the forward operator."""
+    """Register the function that autograd runs for the forward operator, of dispatch keys and flat arguments."""
     _LIBRARY.impl("forward", kernel, "Autograd", with_keyset=True)
     return kernel
 
 
 def drop_unsaved(done: Forward) -> Forward:
-    """Without the zeros that the operator gives where an engine saved nothing for the backward pass."""
+    """Return the results without the zeros that stand for saved numbers where an engine saved none."""
     saved = done.saved
     is_there = saved is not None and saved.numel() and bool(saved.reshape(2, -1)[:, 0].any())
     return done if is_there else done._replace(saved=None)
 
 
 def require_finite(call: Call) -> None:
-    """Refuse a scale, sinks or slopes with NaN or infinity; only on the CPU, where looking does not stall a device."""
+    """Refuse a scale, sinks or slopes with NaN or infinity; only on the CPU, where reading does not stall a device."""
     for name in BY_ROW:
         tensor = getattr(call, name)
         if tensor is not None and tensor.is_cpu and not bool(torch.isfinite(tensor).all()):
@@ -84,7 +95,7 @@ def _forward(*flat: Any) -> Forward:
     done = choose_engine(call, wanted, plan).forward(call, wanted, plan)
     query = call.query
     if wanted.saved and done.saved is None and query.is_cpu:
-        # The graph was traced with them: a largest logit and a sum of 0 say that there are none (`drop_unsaved`).
+        # The graph was traced with saved numbers; a maximum and a sum of 0 mean that there are none (`drop_unsaved`).
         done = done._replace(saved=query.new_zeros((2, *call.rows), dtype=torch.float64))
     if _has_exact(query, wanted) and done.exact is None:
         done = done._replace(exact=done.output.float())
@@ -140,7 +151,7 @@ def _backward_shapes(*flat: Any) -> Backward:
 
 
 def _to_front(tensor: Any, axis: Any, size: int, rank: int) -> Any:
-    """A tensor with its mapped axis in front and padded to `rank` axes behind it; expanded where it is not mapped."""
+    """Return a tensor with its mapped axis in front, padded to `rank` axes behind it; expanded if it is not mapped."""
     if tensor is None:
         return None
     moved = tensor.expand(size, *tensor.shape) if axis is None else tensor.movedim(axis, 0)
@@ -155,13 +166,13 @@ def _map_call(size: int, in_dims: Any, flat: Any) -> tuple[tuple[Any, ...], int,
     mapped = []
     for name, x, axis in zip(ARRAYS, flat, in_dims, strict=False):
         lacks = FIELDS[name].lacks or 0
-        # What there is one of per head is the same for all; the kernel takes no other sinks.
+        # Arrays with one number per head are the same for all calls; the kernel takes no other sinks.
         mapped.append(x if lacks == 2 and axis is None else _to_front(x, axis, size, rank - lacks))
     return (*mapped, *flat[len(ARRAYS) :]), rank, own == 2
 
 
 def _map_by_entry(operator: Any, size: int, in_dims: tuple[Any, ...], flat: tuple[Any, ...]) -> tuple[Any, Any]:
-    """One call after the other: dropout draws by a call's own seed and the numbers of its own rows."""
+    """Run one call after another: dropout uses each call's own seed and row numbers."""
     results = [
         operator(*(x if axis is None else x.select(axis, at) for x, axis in zip(flat, in_dims, strict=True)))
         for at in range(size)
@@ -175,7 +186,7 @@ def _map_forward(info: Any, in_dims: tuple[Any, ...], *flat: Any) -> tuple[Any, 
         return _map_by_entry(torch.ops.sqrtdk.forward.default, info.batch_size, in_dims, flat)
     call, _, headless = _map_call(info.batch_size, in_dims[:_FLAT], flat[:_FLAT])
     done = Forward(*torch.ops.sqrtdk.forward.default(*call, *flat[_FLAT:]))
-    # What is a block of several numbers per row has them in front of the mapped axis.
+    # Blocks of several numbers per row have that axis in front of the mapped one.
     blocks = ("measures", "counts", "saved")
     axes = tuple(int(name in blocks and x.dim() > 1) for name, x in done._asdict().items())
     return _unmap(done, axes, headless, info.batch_size), axes
@@ -191,7 +202,7 @@ def _map_backward(info: Any, in_dims: tuple[Any, ...], *flat: Any) -> tuple[Any,
         output=_to_front(request.output, axes.output, size, rank),
         weights=_to_front(request.weights, axes.weights, size, rank),
     )
-    # What the forward pass saved of each call is not what it would have saved of all: the engine computes it anew.
+    # The numbers saved by single calls are not those of the joint call: the engine recomputes them.
     gradients = Backward(*torch.ops.sqrtdk.backward.default(*call, None, None, *request[:-1]))
     every = (0,) * len(gradients)
     result = Backward(*_unmap(gradients, every, headless, size))
@@ -203,7 +214,7 @@ def _map_backward(info: Any, in_dims: tuple[Any, ...], *flat: Any) -> tuple[Any,
 
 
 def _unmap(results: Any, axes: tuple[int, ...], headless: bool, size: int) -> tuple[Tensor, ...]:
-    """Results without the axis of heads that headless calls were given; what is not there is mapped as well."""
+    """Return results without the head axis that headless calls were given; absent results are mapped as well."""
     return tuple(
         x.new_empty((size, 0)) if x.dim() == 1 else x.squeeze(axis + 1) if headless else x
         for x, axis in zip(results, axes, strict=True)

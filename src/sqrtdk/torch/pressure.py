@@ -1,4 +1,4 @@
-"""Temperature pressure: whether the loss wants a head sharper or softer, read off the backward pass."""
+"""Temperature pressure: whether the loss would fall with sharper or softer attention, from the backward pass."""
 
 from __future__ import annotations
 
@@ -8,35 +8,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sqrtdk.display import Shown, Table, count
 from sqrtdk.errors import InvalidTypeError, InvalidValueError
+from sqrtdk.show.table import Shown, Table, count
+from sqrtdk.wording.numbers import write_number
 
-# Backward runs one thread per device; a lock per object could not be copied or pickled with a model.
+# One lock for all objects: backward runs one thread per device, and a lock in an object could not be copied or pickled.
 _adding = threading.Lock()
 
 # Elements of q that are widened at a time.
 _BLOCK = 1 << 22
 
 
-# By whether the pressure is positive and whether it is negative.
-_WANTS = {(True, False): "softer", (False, True): "sharper", (False, False): "as it is"}
+# Keys: whether the pressure is positive, whether it is negative.
+_LOWERS_LOSS = {(True, False): "softer", (False, True): "sharper", (False, False): "neither"}
 
 
 class TemperaturePressure(Shown):
     """∂loss/∂log scale per head, at no extra pass: ⟨q, ∂loss/∂q⟩ over rows and features.
 
-    The scores are scale·q·k, so making q longer by a factor is making the scale larger by it. A pressure p < 0 means
-    that a larger scale lowers the loss: the loss wants the head **sharper**; p > 0: it wants the head **softer**;
-    p = 0: to first order it does not care. The q is the one that enters the product, after rotary embedding and norms;
-    what computes the attention does not matter::
+    The scores are scale·q·k, so a factor of q is a factor of the scale. With a pressure p < 0 a larger scale lowers the
+    loss: the loss would fall with a **sharper** head. With p > 0 the loss would fall with a **softer** head, and with
+    p = 0 it would not change, to first order. The q is the one that enters the product, after rotary embedding and
+    norms. Any implementation of attention can be followed::
 
         pressure = TemperaturePressure()
         out = torch.nn.functional.scaled_dot_product_attention(pressure.follow(q), k, v)
         loss(out).backward()
         pressure.per_head           # float64 [H]
 
-    Like `.grad` it adds up until `reset()`: over the micro-batches of a step (of a loss divided by their number it is
-    the pressure of the mean loss) and over all calls that share the object; give each layer its own to tell them apart.
+    Like `.grad` it accumulates until `reset()`: over the micro-batches of a step (if each loss is divided by their
+    number, it is the pressure of the mean loss) and over all calls that share the object. Use one object per layer.
 
     Args:
         scaler: the `torch.amp.GradScaler` that scales the loss, if one does; its factor at the time of the backward
@@ -49,7 +50,7 @@ class TemperaturePressure(Shown):
     tensor([6.], dtype=torch.float64)
     >>> pressure
     TemperaturePressure of 1 head after 1 backward pass
-    head  pressure  the loss wants it
+    head  pressure  the loss falls if
        0         6             softer
     """
 
@@ -60,7 +61,7 @@ class TemperaturePressure(Shown):
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was recorded; the next `follow` may have another number of heads."""
+        """Clear the record; the next `follow` may have another number of heads."""
         self._heads: int | None = None
         self._sum: Tensor | None = None
         self._passes: Tensor | None = None
@@ -73,12 +74,12 @@ class TemperaturePressure(Shown):
 
     @property
     def passes(self) -> int:
-        """How many backward passes through followed queries are in `per_head`."""
+        """Number of backward passes through followed queries in `per_head`."""
         return 0 if self._passes is None else int(self._passes)
 
     @property
     def overflows(self) -> int:
-        """How many were left out because a gradient was infinite or NaN, as in the steps a GradScaler skips."""
+        """Number of backward passes left out for an infinite or NaN gradient, as in steps that a GradScaler skips."""
         return 0 if self._overflows is None else int(self._overflows)
 
     def _table(self) -> Table:
@@ -86,16 +87,18 @@ class TemperaturePressure(Shown):
             return Table("TemperaturePressure before any backward pass", (), [])
         title = f"TemperaturePressure of {count(len(self._sum), 'head')} after "
         try:
-            rows = [(str(head), f"{p:.3g}", _WANTS[p > 0, p < 0]) for head, p in enumerate(self._sum.tolist())]
+            rows = [
+                (str(head), write_number(p, 3), _LOWERS_LOSS[p > 0, p < 0]) for head, p in enumerate(self._sum.tolist())
+            ]
         except RuntimeError:  # a tensor without numbers
             return Table(title + f"a backward pass on {self._sum.device}, without numbers", (), [])
         title += count(self.passes, "backward pass")
         if self.overflows:
             title += f", {self.overflows} more left out: gradients not finite"
-        return Table(title, ("head", "pressure", "the loss wants it"), rows)
+        return Table(title, ("head", "pressure", "the loss falls if"), rows)
 
     def follow(self, q: Tensor) -> Tensor:
-        """An alias of q `[..., H, L, D]` (or `[L, D]`, one head) for the product q·k; its gradient is recorded.
+        """Return an alias of q `[..., H, L, D]` (or `[L, D]`, one head) for the product q·k; its gradient is recorded.
 
         Use the alias in the product and nowhere else: only that path tells about the scale. q itself may serve
         elsewhere, for instance to compute a temperature. Without a gradient to come q is returned and nothing recorded.
@@ -127,7 +130,7 @@ class TemperaturePressure(Shown):
         pressure = _dot_per_head(q.detach(), grad.detach())
         if self.scaler is not None:
             pressure = pressure / self.scaler.get_scale()
-        # Decided on the device, for asking the host would wait for it.
+        # Decided on the device: reading the value on the host would wait for the device.
         finite = pressure.isfinite().all()
         pressure = torch.where(finite, pressure, 0.0)
         with _adding:
@@ -150,7 +153,7 @@ def _dot_per_head(q: Tensor, grad: Tensor) -> Tensor:
     for at in range(0, q.shape[-2], step):
         slope = grad[..., at : at + step, :]
         products = q[..., at : at + step, :].to(wide) * slope.to(wide)
-        # A row that sees nothing has no say, even if its q is NaN.
+        # A row that sees nothing adds nothing, even if its q is NaN.
         products.masked_fill_(slope == 0, 0.0)
         total += products.sum(dim=(-1, -2)).reshape(-1, q.shape[-3]).sum(dim=0)
     return total

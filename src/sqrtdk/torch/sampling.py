@@ -1,19 +1,19 @@
-"""Which query positions a sample of rows looks at: stratified, seeded, without touching any random stream."""
+"""Samples of query positions: stratified and seeded, without using any random stream."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from sqrtdk.draws import WORD, mix
-from sqrtdk.errors import InvalidTypeError, InvalidValueError
+from sqrtdk import checks
+from sqrtdk.operation.dropout import WORD, mix
 
-# Odd: strata next to each other have words far apart before they are mixed.
+# An odd step: neighbouring strata have distant words before they are mixed.
 _STEP = 0x1E3779B9
 
 
 def sample_positions(rows: int, count: int, seed: int, device: torch.device | str | None = None) -> Tensor:
-    """Draw one position from each of n = min(count, rows) strata [⌊i·rows/n⌋, ⌊(i+1)·rows/n⌋), uniform within it.
+    """Return one position from each of n = min(count, rows) strata [⌊i·rows/n⌋, ⌊(i+1)·rows/n⌋), uniform within it.
 
     Positions are a hash of seed and stratum in integer arithmetic: the same on every device and under torch.compile,
     and no generator is involved, so the random numbers of a model stay what they were.
@@ -40,16 +40,13 @@ def sample_positions(rows: int, count: int, seed: int, device: torch.device | st
 
 
 def check_sample(count: int, seed: int) -> None:
-    """Raise the error that names `sample_rows` or `sample_seed` if a sample cannot be drawn with them."""
+    """Refuse a `sample_rows` or `sample_seed` that cannot be used."""
     for name, value, least in (("sample_rows", count, 1), ("sample_seed", seed, 0)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise InvalidTypeError(name, f"must be an integer, got {type(value).__name__}")
-        if not least <= value < 2**63:
-            raise InvalidValueError(name, f"must be at least {least} and below 2**63, got {value}")
+        checks.integer(name, value, least, 2**63 - 1)
 
 
 def _hash(counter: Tensor, seed: int) -> Tensor:
-    """A 32-bit word per counter, keyed by the seed: a counter-based generator (Salmon et al. 2011) of two rounds."""
+    """Return a 32-bit word per counter, keyed by the seed: two rounds of a counter-based generator (Salmon 2011)."""
     seeds = torch.full_like(counter, seed)
     key = mix((seeds & WORD) ^ mix((seeds >> 32) + 1))
     words: Tensor = mix(mix((counter * _STEP + key) & WORD) ^ key)

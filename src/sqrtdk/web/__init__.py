@@ -1,4 +1,4 @@
-"""The local pages: Explore (sliders over the real operation), Audit and Runs, and the small server that has them."""
+"""Local pages: Explore (sliders over the real operation), Audit and Runs, and their small server."""
 
 from __future__ import annotations
 

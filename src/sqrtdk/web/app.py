@@ -1,4 +1,4 @@
-"""The application: pages and scripts as they are, answers as JSON, each computed in a thread of bounded number."""
+"""Application of the local pages: files as they are, and answers as JSON from a bounded number of threads."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ from starlette.types import ASGIApp
 from sqrtdk import scales
 from sqrtdk.audits import read_audit
 from sqrtdk.errors import InvalidValueError, SqrtdkError
-from sqrtdk.records import plain
+from sqrtdk.records.json import plain
 from sqrtdk.web.audit_view import view_audit
-from sqrtdk.web.experiment import BOUNDS, DISTRIBUTIONS, DTYPES, MOST_SCORES, POLICIES, QUERIES, Experiment
+from sqrtdk.web.explore_query import BOUNDS, DISTRIBUTIONS, DTYPES, MOST_SCORES, POLICIES, QUERIES, Experiment
 from sqrtdk.web.gate import Gate
 from sqrtdk.web.measurement import expect, measure
 from sqrtdk.web.pages import PAGES, read_plotly, render_page
 from sqrtdk.web.presets import PRESETS
-from sqrtdk.web.quantities import AUDITED, EXPLORED
 from sqrtdk.web.runs import list_runs, read_curves
-from sqrtdk.web.vectors import draw
+from sqrtdk.web.vectors import sample
+from sqrtdk.wording.quantities import AUDITED, EXPLORED
 
 __all__ = ["make_app"]
 
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _WAITING_SECONDS = 15.0
-# What takes some ten milliseconds, the usual setting of the page among it.
+# Sizes that take some ten milliseconds, the usual setting of the page among them.
 _SMALL_PRODUCTS = QUERIES * 1024 * 64
 
 
 def make_app(
     host: str = "127.0.0.1", token: str | None = None, store: Path | None = None, audit: Path | None = None
 ) -> ASGIApp:
-    """The application behind its gate; nothing but the given files and its own is ever read.
+    """Return the application behind its gate; it reads only its own files and the given ones.
 
     Args:
         host: where it will listen, which decides the Host headers that it answers to.
@@ -77,7 +77,7 @@ def make_app(
 
 
 class _Site:
-    """The answers, with the files that they may read and the threads that compute them."""
+    """Endpoints with the files that they may read and the threads that compute answers."""
 
     def __init__(self, store: Path | None, audit: Path | None) -> None:
         self._store, self._audit = store, audit
@@ -130,7 +130,7 @@ class _Site:
 
 
 class _Worker:
-    """One thread that stays, and who may use it next: threads that come and go leave their memory behind."""
+    """One lasting thread and a queue for it; threads that come and go would leave their memory behind."""
 
     def __init__(self, name: str) -> None:
         self.thread = ThreadPoolExecutor(1, f"sqrtdk-{name}")
@@ -138,7 +138,7 @@ class _Worker:
 
 
 def _explore(asked: Experiment) -> dict[str, Any]:
-    return measure(asked, draw(asked))
+    return measure(asked, sample(asked))
 
 
 def _show_audit(path: Path | None) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def _list_options() -> dict[str, Any]:
 
 
 def _read_query(request: Request, names: tuple[str, ...] | None = None) -> dict[str, str]:
-    """The query, each name once; of the given names only, if they are given."""
+    """Return the query, each name once; restricted to the given names, if any are given."""
     pairs = request.query_params.multi_items()
     query = dict(pairs)
     if len(query) < len(pairs):
@@ -217,13 +217,13 @@ async def _apologise(request: Request, error: Exception) -> Response:
 
 def _list_static() -> list[str]:
     own = [file.name for file in (resources.files("sqrtdk.web") / "static").iterdir()]
-    return [name for name in [*own, "plotly.min.js"] if not name.endswith(".html")]
+    return [name for name in [*own, "numbers.js", "plotly.min.js"] if not name.endswith(".html")]
 
 
 def _serve_file(name: str) -> Callable[[Request], Awaitable[Response]]:
-    """An endpoint for one file, read now: a request never names a path."""
-    own = resources.files("sqrtdk.web") / "static" / name
-    return _serve(read_plotly() if name == "plotly.min.js" else own.read_bytes(), _TYPES[Path(name).suffix])
+    """Return an endpoint for one file, read now: a request never names a path."""
+    folder = resources.files("sqrtdk.wording") if name == "numbers.js" else resources.files("sqrtdk.web") / "static"
+    return _serve(read_plotly() if name == "plotly.min.js" else (folder / name).read_bytes(), _TYPES[Path(name).suffix])
 
 
 def _serve(content: bytes, kind: str) -> Callable[[Request], Awaitable[Response]]:

@@ -1,4 +1,4 @@
-"""Who may ask: refuses foreign hosts, foreign origins and wrong tokens, and sets the headers of safety."""
+"""Checks host, origin and token of every request, and sets the safety headers of every response."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?", re.IGNORECAS
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server there.
+    """Tell whether only this machine can reach a server there.
 
     >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("0.0.0.0")
     (True, True, False)
@@ -71,7 +71,7 @@ def require_token(host: str, token: str | None) -> None:
 
 
 class Gate:
-    """Passes a request on to the app if its host, its origin and its token are right.
+    """Gate that passes a request on to the app if its host, its origin and its token are right.
 
     Args:
         app: what answers.
@@ -148,7 +148,7 @@ class Gate:
         bearer = headers.only("authorization") or ""
         if bearer.startswith("Bearer ") and self._is_token(bearer.removeprefix("Bearer ")):
             return not any(name == "token" for name, _ in _read_query(scope))
-        # Cookies of other programs on this machine come along, in whatever form: only ours is looked for.
+        # Cookies of other programs on this machine come along, in whatever form: only ours is searched for.
         cookies = [part.strip().partition("=") for part in (headers.only("cookie") or "").split(";")]
         given = [value for name, _, value in cookies if name == _cookie_name(scope)]
         if not any(hmac.compare_digest(value.encode(), self._seal().encode()) for value in given):
@@ -197,7 +197,7 @@ class _Headers:
         return [value for own, value in self._pairs if own == name]
 
     def only(self, name: str) -> str | None:
-        """The value of a header that stands there once."""
+        """Return the value of a header that stands there once."""
         values = self.get(name)
         return values[0] if len(values) == 1 else None
 

@@ -1,9 +1,9 @@
-"""Answers of the Explore page: what attention does with the vectors, beside what theory predicts."""
+"""Answers of the Explore page: measured attention beside the predictions of theory."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,13 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from sqrtdk import scales, theory
-from sqrtdk.attention import attention, attention_gradients
-from sqrtdk.exercises.gaussian_rows import many_key_law, rank_weights, state_crossing
+from sqrtdk.exercises.gaussian_rows import many_key_limit, rank_weights, state_crossing
+from sqrtdk.operation.attention import attention, attention_gradients
 from sqrtdk.report.palette import policy_colour
-from sqrtdk.setting_names import name_policy
 from sqrtdk.statistics import AttentionStatistics
-from sqrtdk.web.experiment import TRIO, Experiment, factor_of
+from sqrtdk.web.explore_query import TRIO, Experiment, factor_of
 from sqrtdk.web.vectors import Vectors, write_python
+from sqrtdk.wording.names import name_policy
+from sqrtdk.wording.numbers import write_number
 
 Array = npt.NDArray[Any]
 
@@ -37,8 +38,8 @@ _MEANS = (
 
 
 @dataclass(frozen=True)
-class Law:
-    """Mean and variance that theory gives for all logits, as a mixture: the keys in general, and each query's own."""
+class Prediction:
+    """Predicted mean and variance of all logits, as a mixture: the keys in general, and each query's own key."""
 
     mean: float
     variance: float
@@ -65,7 +66,7 @@ class Law:
 
 
 def columns_of(asked: Experiment) -> list[str]:
-    """The scales that are shown: the three of the texts, and the chosen one if it is another.
+    """Return the scales that are shown: the three of the four sources, and the chosen one if it is another.
 
     >>> columns_of(Experiment(policy="qk_norm"))
     ['chosen', 'none', 'sqrt', 'inverse']
@@ -74,7 +75,7 @@ def columns_of(asked: Experiment) -> list[str]:
 
 
 def measure(asked: Experiment, given: Vectors) -> dict[str, Any]:
-    """All numbers and curves of one answer, as plain values but for NaN.
+    """Measure all numbers and curves of one answer, as plain values except NaN.
 
     Every row statistic is the mean over queries as `AttentionStatistics.mean` takes it.
     """
@@ -83,7 +84,7 @@ def measure(asked: Experiment, given: Vectors) -> dict[str, Any]:
         product = _multiply(given.q.astype(np.float64), given.k.astype(np.float64))
         columns = {name: _measure_column(asked, given, name, product) for name in columns_of(asked)}
     chosen = asked.policy if asked.is_of_the_trio else "chosen"
-    begins, nearly_one_hot = theory.unscaled_crossover(n)
+    begins, concentrated = theory.crossover_without_scaling(n)
     return {
         "experiment": asdict(asked) | {"parameter": asked.parameter_used},
         "d_k": d_k,
@@ -91,10 +92,10 @@ def measure(asked: Experiment, given: Vectors) -> dict[str, Any]:
         "queries": len(given.q),
         "chosen": chosen,
         "columns": columns,
-        "law": _law_curve(n),
+        "limit": _limit_curve(n),
         "crossover": {
             "begins": begins,
-            "nearly_one_hot": nearly_one_hot,
+            "concentrated": concentrated,
             "concentrated_from": theory.concentration_crossing(n),
         },
         "reading": _read(asked, columns, d_k, n),
@@ -114,25 +115,25 @@ def _measure_column(asked: Experiment, given: Vectors, name: str, product: Array
     slopes = attention_gradients(given.q, given.k, given.v, given.grad_output, scale=scale)
     gradients = np.linalg.norm(slopes.query.astype(np.float64), axis=-1)
     logits = (product if not isinstance(scale, scales.Policy) else _prepared_product(scale, given)) * factor
-    law = _predict(asked, scale, factor, d_k, n)
+    predicted = _predict(asked, scale, factor, d_k, n)
     values = {
         "scale": factor,
-        "logit_std": _std(logits),
+        "logit_std": _over_finite(np.std, logits),
         **{mean: float(rows.mean(mean)) for mean in _MEANS},
         "jacobian_trace_p5": _quantile(rows.jacobian_trace, 0.05),
-        "grad_q": _mean(gradients),
+        "grad_q": _over_finite(np.mean, gradients),
         "grad_q_median": _quantile(gradients, 0.5),
         "grad_q_p5": _quantile(gradients, 0.05),
     }
     if given.own is not None:
-        values["own_weight"] = _mean(weights[np.arange(len(weights)), given.own])
+        values["own_weight"] = _over_finite(np.mean, weights[np.arange(len(weights)), given.own])
     return {
         "label": name_policy(name) if name != "chosen" else asked.label,
         "colour": policy_colour(asked.policy if name == "chosen" else name),
         "engine": result.engine,
         "values": values,
-        "predicted": {} if law is None else {"logit_std": law.std},
-        "histogram": _histogram(logits, law),
+        "predicted": {} if predicted is None else {"logit_std": predicted.std},
+        "histogram": _histogram(logits, predicted),
         "weights": _weights(asked, weights, rows),
         "gradients": gradients,
         "not_finite": int(len(gradients) - np.isfinite(rows.entropy).sum()),
@@ -149,8 +150,8 @@ def _multiply(q: Array, k: Array) -> Array:
     return np.asarray(np.einsum("ld,nd->ln", q, k) if q.size * len(k) <= _SMALL else q @ k.T)
 
 
-def _predict(asked: Experiment, scale: float | scales.Policy, factor: float, d_k: int, n: int) -> Law | None:
-    """What the variance law says of all logits; None where it says nothing."""
+def _predict(asked: Experiment, scale: float | scales.Policy, factor: float, d_k: int, n: int) -> Prediction | None:
+    """Predict all logits by the variance formula; None where the formula does not apply."""
     if asked.source != "random":
         return None
     if isinstance(scale, scales.Policy):
@@ -158,22 +159,24 @@ def _predict(asked: Experiment, scale: float | scales.Policy, factor: float, d_k
         if asked.mean_q or asked.mean_k or asked.correlation or asked.distribution != "normal":
             return None
         unit = d_k if isinstance(scale, scales.QKNorm) else 1.0
-        return Law(0.0, (factor * unit) ** 2 / d_k)
+        return Prediction(0.0, (factor * unit) ** 2 / d_k)
     moments = {"mean_q": asked.mean_q, "mean_k": asked.mean_k}
-    law = Law(factor * theory.dot_product_mean(d_k, **moments), factor**2 * theory.dot_product_variance(d_k, **moments))
+    predicted = Prediction(
+        factor * theory.dot_product_mean(d_k, **moments), factor**2 * theory.dot_product_variance(d_k, **moments)
+    )
     if not asked.correlation:
-        return law
+        return predicted
     own = {**moments, "correlation": asked.correlation}
-    return Law(
-        law.mean,
-        law.variance,
+    return Prediction(
+        predicted.mean,
+        predicted.variance,
         factor * theory.dot_product_mean(d_k, **own),
         factor**2 * theory.dot_product_variance(d_k, **own),
         1.0 / n,
     )
 
 
-def _histogram(logits: Array, law: Law | None) -> dict[str, Any]:
+def _histogram(logits: Array, predicted: Prediction | None) -> dict[str, Any]:
     finite = logits[np.isfinite(logits)]
     if not len(finite):
         return {"edges": [], "density": [], "at": [], "predicted": []}
@@ -185,13 +188,13 @@ def _histogram(logits: Array, law: Law | None) -> dict[str, Any]:
     return {
         "edges": edges,
         "density": counts / (finite.size * (edges[1] - edges[0])),
-        "at": at if law is not None else [],
-        "predicted": law.density(at) if law is not None else [],
+        "at": at if predicted is not None else [],
+        "predicted": predicted.density(at) if predicted is not None else [],
     }
 
 
 def _weights(asked: Experiment, weights: Array, rows: AttentionStatistics) -> dict[str, Any]:
-    """Of given scores the weight of each key; else the median over queries of the weights in descending order."""
+    """Return the weight of each key for given scores, else the median weights over queries in descending order."""
     if asked.source == "scores":
         return {"by_key": weights[0]}
     counted = weights[np.isfinite(rows.entropy)]
@@ -200,17 +203,17 @@ def _weights(asked: Experiment, weights: Array, rows: AttentionStatistics) -> di
     return rank_weights(counted)
 
 
-def _law_curve(n: int) -> dict[str, Any]:
-    """H/ln n over ρ by the law for n → ∞, None where it states no error for it."""
+def _limit_curve(n: int) -> dict[str, Any]:
+    """Return H/ln n over ρ in the many-key limit (n → ∞); None where its error is not known."""
     width = math.sqrt(2.0 * math.log(n))
     grid = np.linspace(0.0, 3.0, _CURVE_POINTS)
-    return {"rho": grid, "entropy_ratio": [many_key_law(float(rho) * width, n).get("entropy_ratio") for rho in grid]}
+    return {"rho": grid, "entropy_ratio": [many_key_limit(float(rho) * width, n).get("entropy_ratio") for rho in grid]}
 
 
 def expect(asked: Experiment) -> dict[str, Any]:
-    """The exact averages at this dₖ and n: the curve over ρ, and the scales' own for standard normal q and k.
+    """Return exact averages at this dₖ and n: the curve over ρ, and each scale's own for standard normal q and k.
 
-    They take a moment for a size that is new, so that the page asks for them apart.
+    A new size takes a moment, so the page asks for the averages separately.
     """
     d_k, n = asked.d_k, asked.n
     width = math.sqrt(2.0 * math.log(n))
@@ -238,10 +241,10 @@ def expect(asked: Experiment) -> dict[str, Any]:
 
 
 def _read(asked: Experiment, columns: Mapping[str, Any], d_k: int, n: int) -> list[str]:
-    """Sentences from the numbers: how many keys count, where dₖ lies, what gradients do."""
+    """Return sentences from the numbers: effective keys, where dₖ lies, and gradients."""
     values = {name: column["values"] for name, column in columns.items()}
     labels = {name: column["label"] for name, column in columns.items()}
-    listed = [f"{_say(value['effective_keys'])} with {labels[name]}" for name, value in values.items()]
+    listed = [f"{write_number(value['effective_keys'], 3)} with {labels[name]}" for name, value in values.items()]
     sentences = [f"Of {n} keys a query attends to about {', '.join(listed[:-1])} and {listed[-1]} (effective keys)."]
     if asked.source == "scores":
         told = [
@@ -253,11 +256,11 @@ def _read(asked: Experiment, columns: Mapping[str, Any], d_k: int, n: int) -> li
         sentences.append(f"For standard normal q and k: {state_crossing(n, d_k)}")
     mean, median = (_ratio(values, quantity) for quantity in ("grad_q", "grad_q_median"))
     if len(columns["none"]["gradients"]) == 1 and math.isfinite(mean):
-        sentences.append(f"Without scaling the gradient of the query is {_say(mean)} times that with 1/√dₖ.")
+        sentences.append(f"Without scaling the gradient of the query is {write_number(mean, 3)} times that with 1/√dₖ.")
     elif math.isfinite(mean) and math.isfinite(median):
         sentences.append(
-            f"Without scaling the gradient of a query is {_say(mean)} times that with 1/√dₖ on average, "
-            f"{_say(median)} times in the median."
+            f"Without scaling the gradient of a query is {write_number(mean, 3)} times that with 1/√dₖ on average, "
+            f"{write_number(median, 3)} times in the median."
         )
     return sentences
 
@@ -267,20 +270,10 @@ def _ratio(values: Mapping[str, Any], quantity: str) -> float:
     return float(values["none"][quantity] / beside) if beside else math.nan
 
 
-def _say(value: float) -> str:
-    return f"{value:.3g}" if not 100 <= abs(value) < 1e6 else f"{value:.0f}"
-
-
-def _mean(values: Array) -> float:
+def _over_finite(take: Callable[[Array], Any], values: Array) -> float:
     finite = values[np.isfinite(values)]
-    return float(finite.mean()) if len(finite) else math.nan
-
-
-def _std(values: Array) -> float:
-    finite = values[np.isfinite(values)]
-    return float(finite.std()) if len(finite) else math.nan
+    return float(take(finite)) if len(finite) else math.nan
 
 
 def _quantile(values: Array, share: float) -> float:
-    finite = np.asarray(values)[np.isfinite(values)]
-    return float(np.quantile(finite, share)) if len(finite) else math.nan
+    return _over_finite(lambda finite: np.quantile(finite, share), np.asarray(values))

@@ -1,4 +1,4 @@
-"""The pages: one frame (head, links between the pages) around the main part that each has of its own."""
+"""Local pages: one frame (head and links) around the main part of each page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["PAGES", "Page", "read_plotly", "render_page"]
 
 
 class Page(NamedTuple):
-    """A page of the site.
+    """Page of the site.
 
     Args:
         path: its address.
@@ -40,7 +40,7 @@ _CURRENT = ' aria-current="page"'
 
 
 def render_page(page: Page) -> bytes:
-    """The whole page.
+    """Render the whole page.
 
     >>> "<title>Audit · sqrtdk</title>" in render_page(PAGES[1]).decode()
     True
@@ -56,7 +56,7 @@ def _read(name: str) -> str:
 
 
 def _stand_in_for_styles() -> str:
-    """Elements with the names of style sheets for maps that Plotly's script would add, were they not there.
+    """Return empty style elements by the names that Plotly's script would otherwise add for maps.
 
     The page's policy would refuse those, with an error in the console.
     """
@@ -66,5 +66,5 @@ def _stand_in_for_styles() -> str:
 
 @lru_cache
 def read_plotly() -> bytes:
-    """Plotly's script, as its package brings it."""
+    """Return Plotly's script from its package."""
     return (resources.files("plotly") / "package_data" / "plotly.min.js").read_bytes()

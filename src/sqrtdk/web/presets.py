@@ -1,4 +1,4 @@
-"""The worked numbers of the four texts as settings of the Explore page, with what the text says beside."""
+"""Worked numbers of the four sources as settings of the Explore page, with the statement of the source."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ S3 = "Section 5.3: Scaled Attention: Why √d Matters"
 
 
 class Preset(NamedTuple):
-    """A setting: its title, the query that sets it, what the text says and which text."""
+    """Setting of the page: its title, the query that sets it, the statement of the source and the source's title."""
 
     title: str
     query: dict[str, str]
     says: str
-    text: str
+    source: str
 
 
 PRESETS = (
@@ -23,7 +23,7 @@ PRESETS = (
     Preset(
         "three scores [14, 10, 12]",
         {"source": "scores", "scores": "14,10,12", "d_k": "64"},
-        "unscaled [0.867, 0.016, 0.117], divided by 8 [0.419, 0.254, 0.326]",
+        "no scaling [0.867, 0.016, 0.117], divided by 8 [0.419, 0.254, 0.326]",
         S0,
     ),
     Preset(
@@ -41,7 +41,7 @@ PRESETS = (
     Preset(
         "five scores",
         {"source": "scores", "scores": "9.2,-3.1,8.8,-5.4,1.2", "d_k": "64"},
-        "unscaled [0.599, 0, 0.401, 0, 0], over 8 [0.31, 0.07, 0.30, 0.05, 0.12]",
+        "no scaling [0.599, 0, 0.401, 0, 0], over 8 [0.31, 0.07, 0.30, 0.05, 0.12]",
         S3,
     ),
     Preset("dₖ 512", {"d_k": "512", "n": "1024"}, "the standard deviation of q·k is 22.63", S3),
@@ -59,7 +59,7 @@ PRESETS = (
     ),
     Preset(
         "temperature ½",
-        {"d_k": "64", "n": "32", "tau": "0.5"},
+        {"d_k": "64", "n": "32", "t": "0.5"},
         "τ = 0.5·√dₖ is sharper, τ = 2·√dₖ softer than √dₖ",
         S3,
     ),

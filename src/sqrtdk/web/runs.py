@@ -1,4 +1,4 @@
-"""The runs of a store for the Runs page: read-only, while another process writes, or before the file is there."""
+"""Runs of a store for the Runs page: read-only, while another process writes, or before the file exists."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from sqrtdk.errors import InvalidValueError, SqrtdkError
 from sqrtdk.lab.store import CURVES, Store
 from sqrtdk.report.palette import NEUTRAL, policy_colour
-from sqrtdk.setting_names import name_policy
+from sqrtdk.wording.names import name_policy
 
 MOST_RUNS = 1000
 MOST_CURVES = 64
@@ -17,7 +17,7 @@ _BUSY_SECONDS = 1.0
 
 
 def list_runs(path: Path | None, version: str | None = None) -> dict[str, Any]:
-    """The latest finished runs of a store without their curves, the newest first.
+    """Return the latest finished runs of a store without their curves, the newest first.
 
     Args:
         path: the store; None if none was given.
@@ -38,7 +38,7 @@ def list_runs(path: Path | None, version: str | None = None) -> dict[str, Any]:
             "serve with `sqrtdk serve --store runs.sqlite`.",
         }
     if not path.exists() or path.stat().st_size == 0:
-        return {"state": "waiting", "message": f"{path.name} is not there yet. The page looks again by itself."}
+        return {"state": "waiting", "message": f"{path.name} is not there yet. The page checks again by itself."}
     try:
         with _open(path) as store:
             if store.is_new:
@@ -70,12 +70,12 @@ def list_runs(path: Path | None, version: str | None = None) -> dict[str, Any]:
 
 
 def _open(path: Path) -> Store:
-    # Damaged rows are counted on the page, which looks every two seconds.
+    # Damaged rows are counted on the page, which asks every two seconds.
     return Store(path, read_only=True, busy_seconds=_BUSY_SECONDS, on_damage=lambda message: None)
 
 
 def _describe(row: dict[str, Any]) -> dict[str, Any]:
-    """A run's row with the colour and the name of its policy."""
+    """Return a run's row with the colour and the name of its policy."""
     scale = str(row.get("scale", ""))
     try:
         colour = policy_colour(scale)
@@ -85,7 +85,7 @@ def _describe(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_curves(path: Path | None, keys: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The curves of runs by key; keys that the store does not have are left out.
+    """Return the curves of runs by key; keys that the store does not have are left out.
 
     Raises:
         InvalidValueError: there is no readable store, or too many are asked for.

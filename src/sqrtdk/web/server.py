@@ -1,4 +1,4 @@
-"""Listens and serves: one socket, bounded connections and times, a clear word if the port is taken, a quick end."""
+"""Server of the local pages: one socket, bounded connections and times, a clear error for a taken port, a quick end."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from sqrtdk import checks
 from sqrtdk.errors import InvalidValueError
 from sqrtdk.web.app import make_app
-from sqrtdk.web.experiment import Experiment
+from sqrtdk.web.explore_query import Experiment
 from sqrtdk.web.measurement import measure
-from sqrtdk.web.vectors import draw
+from sqrtdk.web.vectors import sample
 
 __all__ = ["serve"]
 
 _MOST_CONNECTIONS = 64
 _PATIENCE = 10.0
-# Looks of that interval at one answer that does not get through to a client which does not read it.
+# Checks, at that interval, of an answer that a client does not read.
 _MOST_LOOKS = 6
 _GRACE_SECONDS = 1
 
@@ -53,7 +54,7 @@ def serve(
         MissingExtraError: the extra `web` is not installed.
     """
     app = make_app(host, token, store, audit)
-    measure(Experiment(), draw(Experiment()))  # the first answer would take three times as long as those that follow
+    measure(Experiment(), sample(Experiment()))  # the first answer would take three times as long as those that follow
     with _bind(host, port) as listening:
         # h11 also where a faster protocol is installed: it is the one that is tested.
         config = uvicorn.Config(
@@ -83,8 +84,7 @@ def serve(
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    if not 0 <= port <= 65535:
-        raise InvalidValueError("port", f"must be from 0 to 65535, got {port}")
+    checks.integer("port", port, 0, 65535)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=_MOST_CONNECTIONS)

@@ -1,4 +1,4 @@
-"""The vectors of an experiment, drawn or made from given scores, and the Python that makes them."""
+"""Vectors of an experiment, sampled or made from given scores, and the Python script that makes them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from sqrtdk import scales
 from sqrtdk.errors import MissingExtraError
-from sqrtdk.web.experiment import QUERIES, Experiment
+from sqrtdk.web.explore_query import QUERIES, Experiment
 
 Array = npt.NDArray[Any]
 Draw = Callable[[np.random.Generator, tuple[int, int]], Array]
@@ -27,7 +27,7 @@ class Vectors(NamedTuple):
     own: Array | None = None
 
 
-# Entries of mean 0 and variance 1: the drawing, and the same as text. Student's t with 5 degrees has variance 5/3.
+# Entries of mean 0 and variance 1: the sampling, and the same as source code. Student's t₅ has variance 5/3.
 _DRAWS: dict[str, tuple[Draw, str]] = {
     "normal": (lambda rng, shape: rng.standard_normal(shape), "rng.standard_normal({shape})"),
     "uniform": (lambda rng, shape: rng.uniform(-(3**0.5), 3**0.5, shape), "rng.uniform(-(3**0.5), 3**0.5, {shape})"),
@@ -37,10 +37,10 @@ _DRAWS: dict[str, tuple[Draw, str]] = {
 }
 
 
-def draw(asked: Experiment) -> Vectors:
-    """The vectors of an experiment; `write_python` is the same as text.
+def sample(asked: Experiment) -> Vectors:
+    """Return the vectors of an experiment; `write_python` writes the same as source code.
 
-    >>> draw(Experiment(d_k=4, n=8)).k.shape
+    >>> sample(Experiment(d_k=4, n=8)).k.shape
     (8, 4)
     """
     rng = np.random.default_rng(asked.seed)
@@ -65,7 +65,7 @@ def draw(asked: Experiment) -> Vectors:
 
 
 def find_dtype(name: str) -> np.dtype[Any]:
-    """NumPy's dtype of that name; bfloat16 comes from ml_dtypes.
+    """Return NumPy's dtype of that name; bfloat16 comes from ml_dtypes.
 
     Raises:
         MissingExtraError: ml_dtypes is not installed.
@@ -81,7 +81,7 @@ def find_dtype(name: str) -> np.dtype[Any]:
 
 
 def write_python(asked: Experiment, scale: float | scales.Policy) -> str:
-    """A script that computes the same numbers with the public interface.
+    """Return a script that computes the same numbers with the public interface.
 
     >>> print(write_python(Experiment(d_k=4, n=8), 0.5).splitlines()[-1])
     gradients = sqrtdk.attention_gradients(q, k, v, grad_output, scale=0.5)

@@ -1,4 +1,4 @@
-"""The zoo: a small model of every family of transformers, built here from its configuration, and the scale it uses."""
+"""The zoo: the scale that each family of transformers uses, measured in a small model of its default configuration."""
 
 from sqrtdk.zoo.census import take_census
 

@@ -1,28 +1,100 @@
-"""The census: every family measured in guarded processes, kept family by family, and put together as one record."""
+"""Census of model families: each is measured in a guarded process and stored, and all become one record."""
 
 from __future__ import annotations
 
 import datetime
-import difflib
+import gc
 import importlib.util
 import json
 import math
-from collections.abc import Callable, Sequence
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib import metadata
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from sqrtdk import backends
-from sqrtdk.display import count
-from sqrtdk.errors import InvalidValueError, missing_extra
-from sqrtdk.families import SAME_SCALE, is_usual
-from sqrtdk.records import Record, versions
-from sqrtdk.zoo.pool import Answer, measure_families
+from sqrtdk.children import Child, ChildError, Serve, answer_questions
+from sqrtdk.errors import missing_extra, unknown_name
+from sqrtdk.operation.cpus import count_cpus
+from sqrtdk.records.families import SAME_SCALE, is_usual
+from sqrtdk.records.record import Record, versions
+from sqrtdk.show.table import count
+
+Measured = dict[str, Any]
+_MOST_BYTES = 6 << 30
+# No network, one thread per process, only errors on stderr.
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TOKENIZERS_PARALLELISM": "false",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def serve(connection: Connection) -> None:
+    """Measure the requested families in a process of bounded memory."""
+    with suppress(ImportError):  # not on Windows
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_DATA, (_MOST_BYTES, _MOST_BYTES))
+    os.environ.update(_ENVIRONMENT)
+    import torch
+
+    from sqrtdk.zoo.measure import measure
+
+    torch.set_num_threads(1)
+
+    def measure_alone(family: str) -> Measured:
+        gc.collect()  # models contain reference cycles
+        return measure(family)
+
+    answer_questions(connection, measure_alone)
+
+
+def measure_families(
+    families: Sequence[str],
+    workers: int,
+    seconds: float,
+    on_answer: Callable[[Measured], None],
+    serve: Serve = serve,
+) -> None:
+    """Measure families in processes that run `serve`, each for at most `seconds`.
+
+    `on_answer` is called with each answer, in the order of arrival.
+    """
+    waiting = deque(families)
+    idle: list[Child] = []
+    busy: dict[Child, str] = {}
+    try:
+        while waiting or busy:
+            while waiting and len(busy) < workers:
+                child = idle.pop() if idle else Child(serve, "sqrtdk-zoo", quiet=True)
+                busy[child] = waiting.popleft()
+                child.ask(busy[child], seconds)
+            left = min(child.deadline for child in busy) - time.monotonic()
+            ready = wait([child.connection for child in busy], max(left, 0.0))
+            for child in [one for one in busy if one.connection in ready or one.deadline <= time.monotonic()]:
+                family = busy.pop(child)
+                try:
+                    answer = child.answer()
+                    idle.append(child)
+                except ChildError as reason:
+                    child.stop()
+                    answer = {"family": family, "layers": None, "reasons": [str(reason)]}
+                on_answer(answer)
+    finally:
+        for child in [*busy, *idle]:
+            child.stop()
+
 
 SECONDS = 60.0
-"""The longest that one family may take."""
+"""Time limit for one family."""
 WITHIN = 1e-5
-"""How near recovered weights come to the model's own."""
+"""Largest difference between recovered weights and the model's own that needs no note."""
 _PACKAGES = ("torch", "transformers")
 _SHOWN = ("d_k", "declared", "measured", "at_the_call", "normalised", "softcap", "how")
 
@@ -38,44 +110,39 @@ def take_census(
     """Measure the scale of every family of transformers that a small configuration can build here.
 
     Args:
-        families: by `model_type`; None: all that the installed transformers knows.
-        workers: processes; None: one per CPU, two at least.
-        store: a directory with a file per family; those measured by the same versions are not measured again.
-        seconds: the longest that one family may take.
-        on_family: called with a family that is done, how many are and how many there are.
+        families: names (`model_type`). None means all that the installed transformers knows.
+        workers: number of processes. None means one per CPU, at least two.
+        store: a directory with a file per family. Families measured by the same versions are not measured again.
+        seconds: time limit for one family.
+        on_family: called after each family with its name, the number finished and the total.
 
     Returns:
-        A record of kind "zoo". `families`: a row per family, of most of its layers; None where there is no number, the
-        note says why. `layers`: a row for each scale in a family.
+        A record of kind "zoo" with two tables. ``families`` has one row per family, with the scale of most of its
+        layers, or None and a note with the reason. ``layers`` has one row per family and scale.
 
     Raises:
         MissingExtraError: torch or transformers is not installed.
-        InvalidValueError: an unknown family; the message lists similar ones.
+        InvalidValueError: an unknown family. The message suggests similar names.
     """
     for package, extra in (("torch", "torch"), ("transformers", "hf")):
         if importlib.util.find_spec(package) is None:
             raise missing_extra(package, extra)
-    from sqrtdk.zoo.specimens import list_families
+    from sqrtdk.torch.transformers_internals import list_families
 
     known = list_families()
     for family in families or ():
         if family not in known:
-            similar = difflib.get_close_matches(family, known, n=5) or known[:5]
-            raise InvalidValueError(
-                "families",
-                f"must be of the {len(known)} that transformers knows, got {family!r}; similar ones: "
-                f"{', '.join(similar)}",
-            )
+            raise unknown_name("family", family, known, "families", "sqrtdk zoo --all")
     wanted = list(dict.fromkeys(families)) if families else known
     answers = {family: answer for family in wanted if (answer := _read_answer(store, family)) is not None}
 
-    def keep(answer: Answer) -> None:
+    def keep(answer: Measured) -> None:
         answers[answer["family"]] = answer
         _write_answer(store, answer)
         on_family(answer["family"], len(answers), len(wanted))
 
     left = [family for family in wanted if family not in answers]
-    measure_families(left, workers or max(2, backends.count_cpus()), seconds, keep)
+    measure_families(left, workers or max(2, count_cpus()), seconds, keep)
     return put_together([answers[family] for family in wanted], _versions())
 
 
@@ -83,7 +150,7 @@ def _versions() -> dict[str, str]:
     return versions() | {package: metadata.version(package) for package in _PACKAGES}
 
 
-def _read_answer(store: Path | None, family: str) -> Answer | None:
+def _read_answer(store: Path | None, family: str) -> Measured | None:
     path = None if store is None else store / f"{family}.json"
     if path is None or not path.is_file():
         return None
@@ -91,19 +158,19 @@ def _read_answer(store: Path | None, family: str) -> Answer | None:
         kept = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         return None  # cut off while it was written
-    answer: Answer = kept.pop("answer", {})
+    answer: Measured = kept.pop("answer", {})
     return answer if kept.get("versions") == _versions() and answer.get("family") == family else None
 
 
-def _write_answer(store: Path | None, answer: Answer) -> None:
+def _write_answer(store: Path | None, answer: Measured) -> None:
     if store is not None:
         store.mkdir(parents=True, exist_ok=True)
         written = json.dumps({"versions": _versions(), "answer": answer})
         (store / f"{answer['family']}.json").write_text(written, encoding="utf-8")
 
 
-def put_together(answers: Sequence[Answer], installed: dict[str, str]) -> Record:
-    """One record from what was measured in each family, with the versions of the packages that it was measured with."""
+def put_together(answers: Sequence[Measured], installed: dict[str, str]) -> Record:
+    """Return one record of the answers for all families, with the versions of the packages that measured them."""
     layers = [row for answer in answers for row in _group_layers(answer)]
     families = [_describe_family(answer, [row for row in layers if row["family"] == answer["family"]])
                 for answer in answers]  # fmt: skip
@@ -118,8 +185,14 @@ def put_together(answers: Sequence[Answer], installed: dict[str, str]) -> Record
     )
 
 
+_COUNTED = (
+    "Each family is measured at its default configuration; a published model may have other settings. The text and the "
+    "vision part of a model count as two families. Families are counted, not models in use."
+)
+
+
 def write_reading(families: Sequence[Any]) -> list[str]:
-    """What the rows of families show, in sentences."""
+    """Return sentences about the rows of families."""
     measured = [row for row in families if row["measured"] is not None]
     others = [row for row in measured if not is_usual(row)]
     normalised = sum(bool(row["normalised"]) for row in others)
@@ -128,27 +201,34 @@ def write_reading(families: Sequence[Any]) -> list[str]:
         for row in measured
         if row["declared"] is not None and not math.isclose(row["declared"], row["measured"], rel_tol=SAME_SCALE)
     ]
+    usual = len(measured) - len(others)
     lines = [
-        f"{len(measured)} of {count(len(families), 'family')} of the transformers library measured: "
-        f"{len(measured) - len(others)} use 1/√dₖ, {len(others)} another scale ({normalised} of them normalise q or k)."
+        f"{len(measured)} of {count(len(families), 'family')} of the transformers library "
+        f"{'was' if len(measured) == 1 else 'were'} measured. {usual} {'uses' if usual == 1 else 'use'} 1/√dₖ, and "
+        f"{len(others)} {'uses' if len(others) == 1 else 'use'} another scale"
+        + (f" ({normalised} of them with normalised q or k)." if normalised else ".")
     ]
     if any(row["declared"] is not None for row in measured):
         lines.append(
             f"The measured scale is not the declared one in {', '.join(differing)}."
             if differing
-            else "Where a scale is declared, it is the measured one."
+            else "Every declared scale equals the measured one."
         )
-    return [*lines, "Families of the library are counted, each at its default configuration, not models in use."]
+    return [*lines, _COUNTED]
 
 
-def _group_layers(answer: Answer) -> list[dict[str, Any]]:
-    """A row for each scale in a family, that of the most layers first."""
-    groups: dict[tuple[Any, ...], list[Any]] = {}
+def _group_layers(answer: Measured) -> list[dict[str, Any]]:
+    """Return one row per scale in a family, the scale of most layers first."""
+    groups: list[list[Any]] = []
     for layer in answer["layers"] or ():
         layer = layer | {"measured": _round(layer["effective"]), "declared": _round(layer["declared"])}
-        groups.setdefault(tuple(layer[name] for name in ("d_k", "measured", "normalised", "softcap")), []).append(layer)
+        alike = next((group for group in groups if _has_same_scale(group[0], layer)), None)
+        if alike is None:
+            groups.append([layer])
+        else:
+            alike.append(layer)
     rows = []
-    for layers in sorted(groups.values(), key=lambda group: -len(group)):
+    for layers in sorted(groups, key=lambda group: -len(group)):
         first = layers[0]
         rows.append(
             {
@@ -166,11 +246,19 @@ def _group_layers(answer: Answer) -> list[dict[str, Any]]:
     return rows
 
 
+def _has_same_scale(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return whether two layers have one scale but for the rounding of measured ones."""
+    if any(one[name] != other[name] for name in ("d_k", "normalised", "softcap")):
+        return False
+    scales = (one["measured"], other["measured"])
+    return scales[0] == scales[1] or (None not in scales and math.isclose(*scales, rel_tol=SAME_SCALE))
+
+
 def _round(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.6g}")
 
 
-def _describe_family(answer: Answer, groups: list[dict[str, Any]]) -> dict[str, Any]:
+def _describe_family(answer: Measured, groups: list[dict[str, Any]]) -> dict[str, Any]:
     understood = [group for group in groups if group["measured"] is not None]
     main = (understood or groups or [dict.fromkeys(_SHOWN)])[0]
     return {
@@ -180,8 +268,8 @@ def _describe_family(answer: Answer, groups: list[dict[str, Any]]) -> dict[str, 
     }
 
 
-def _write_note(answer: Answer, groups: list[dict[str, Any]], main: dict[str, Any]) -> str | None:
-    """Why there is no number, or what else there is to say."""
+def _write_note(answer: Measured, groups: list[dict[str, Any]], main: dict[str, Any]) -> str | None:
+    """Return why there is no number, or remarks; None if there are none."""
     if answer["layers"] is None:
         return answer["reasons"][-1] if answer["reasons"] else "nothing to feed it with"
     parts = []

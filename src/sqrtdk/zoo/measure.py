@@ -1,4 +1,4 @@
-"""One family measured: a small model of it runs under a watch, and so do the models inside it that did not run."""
+"""Measurement of one family: a small model runs under `watch`, then each inner model that did not run with it."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from sqrtdk.families import DESIGNED
+from sqrtdk.records.families import DESIGNED
 from sqrtdk.torch import watch
-from sqrtdk.torch.declared import declared_scale
+from sqrtdk.torch.models.declared import declared_scale
+from sqrtdk.torch.models.random_input import Inputs, make_inputs
 from sqrtdk.torch.watch import ScaleRecord, Unattributed
-from sqrtdk.zoo.meals import Meal, make_meals
-from sqrtdk.zoo.shrink import DEEP, SIZES, Size
-from sqrtdk.zoo.specimens import NOT_BUILT, NotBuiltError, build, describe
+from sqrtdk.zoo.shrink import DEEP, ORDINARY_TOKENS, SIZES, Size
+from sqrtdk.zoo.small_models import NOT_BUILT, NotBuiltError, build, describe
 
-Answer = dict[str, Any]
+Measured = dict[str, Any]
 _SAME = 1e-3
 
 
-class Run(NamedTuple):
-    """A model, or one inside it, that took a meal; and what was seen."""
+class WatchedPart(NamedTuple):
+    """A model or inner model that ran, its inputs, and what was observed."""
 
     path: str
     part: nn.Module
-    meal: Meal
+    inputs: Inputs
     scales: list[ScaleRecord]
     missed: list[Unattributed]
 
 
-def measure(family: str) -> Answer:
-    """The scales of a family's layers as JSON.
+def measure(family: str) -> Measured:
+    """Return the scales of a family's layers as JSON.
 
     Returns:
-        `layers`: a record per layer, None if nothing ran; `missed`: what was not understood; `left_out`: models inside
-        that took no meal; `differs_by_sdpa`: layers whose scale is another one in torch's own attention; `called`: how
-        many modules are called attention; `reasons`: why nothing ran.
+        A dictionary with `layers` (a record per layer, None if nothing ran), `missed` (calls that were not understood),
+        `left_out` (inner models that did not run), `differs_by_sdpa` (layers with another scale in torch's own
+        attention), `called` (the number of modules named attention) and `reasons` (why nothing ran).
     """
     warnings.simplefilter("ignore")
     reasons: list[str] = []
-    best: Answer | None = None
+    best: Measured | None = None
     for size in SIZES:
         answer, is_whole = _try(family, size, reasons)
         if answer is not None and (best is None or len(answer["layers"]) > len(best["layers"])):
@@ -58,13 +58,13 @@ def measure(family: str) -> Answer:
 
 
 def _is_no_question_of_size(reasons: list[str]) -> bool:
-    """Whether a larger model would not run either: what it lacks is an argument, a package, a part of its default."""
+    """Return whether a larger model would fail as well, because it lacks an argument, a package or a default."""
     lacking = reasons[-1:] and "required positional argument" in reasons[-1]
     return bool(lacking) or any(reasons.count(reason) > 2 for reason in reasons if reason.startswith(NOT_BUILT))
 
 
-def _try(family: str, size: Size, reasons: list[str]) -> tuple[Answer | None, bool]:
-    """What was measured in one size, and whether the whole model ran."""
+def _try(family: str, size: Size, reasons: list[str]) -> tuple[Measured | None, bool]:
+    """Return what was measured at one size, and whether the whole model ran."""
     try:
         model = build(family, size)
     except NotBuiltError as error:
@@ -90,21 +90,21 @@ def _join(path: str, layer: str) -> str:
     return ".".join(part for part in (path, layer) if part)
 
 
-def _describe_layer(model: nn.Module, run: Run, record: ScaleRecord) -> Answer:
+def _describe_layer(model: nn.Module, run: WatchedPart, record: ScaleRecord) -> Measured:
     record = replace(record, layer=_join(run.path, record.layer))
     declaration = declared_scale(model, record, DESIGNED.get)
     return record.as_json() | {"declared": declaration.value, "declared_by": declaration.source}
 
 
-def _run_parts(model: nn.Module, reasons: list[str]) -> tuple[list[Run], list[str]]:
-    """Feed the model, then every model inside it that has not run by then."""
+def _run_parts(model: nn.Module, reasons: list[str]) -> tuple[list[WatchedPart], list[str]]:
+    """Run the model, then every inner model that has not run by then."""
     from transformers import PreTrainedModel
 
     parts: dict[str, nn.Module] = {
         path: part for path, part in model.named_modules() if isinstance(part, PreTrainedModel)
     }
     ran: set[str] = set()
-    runs: list[Run] = []
+    runs: list[WatchedPart] = []
     left_out: list[str] = []
     for path, part in parts.items():
         if path in ran:
@@ -119,9 +119,11 @@ def _run_parts(model: nn.Module, reasons: list[str]) -> tuple[list[Run], list[st
     return runs, [path for path in left_out if path not in ran]
 
 
-def _feed(path: str, part: nn.Module, inner: dict[str, nn.Module], reasons: list[str]) -> tuple[Run | None, set[str]]:
-    """Offer a model meals until it takes one; which of the models inside it ran."""
-    for meal in make_meals(part):
+def _feed(
+    path: str, part: nn.Module, inner: dict[str, nn.Module], reasons: list[str]
+) -> tuple[WatchedPart | None, set[str]]:
+    """Try inputs until a model runs. Return the run, and the names of the inner models that ran with it."""
+    for inputs in make_inputs(part, ORDINARY_TOKENS):
         called: set[str] = set()
         try:
             with ExitStack() as stack:
@@ -129,22 +131,22 @@ def _feed(path: str, part: nn.Module, inner: dict[str, nn.Module], reasons: list
                     stack.callback(_mark(one, name, called))
                 seen = stack.enter_context(watch(part))
                 with torch.no_grad():
-                    part(**meal)
+                    part(**inputs)
         except Exception as error:  # other people's code: whatever it raises is the reason
-            shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in meal.items() if isinstance(x, torch.Tensor))
+            shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in inputs.items() if isinstance(x, torch.Tensor))
             reasons.append(f"does not run with {shapes}: {describe(error)}")
             continue
-        return Run(path, part, meal, seen.scales, seen.unattributed), called
+        return WatchedPart(path, part, inputs, seen.scales, seen.unattributed), called
     return None, set()
 
 
 def _mark(part: nn.Module, name: str, called: set[str]) -> Callable[[], None]:
-    """Enter a name into a set when a module is called; what is returned ends that."""
+    """Add a name to a set when a module is called. Return the function that removes the hook."""
     return part.register_forward_pre_hook(lambda *_: called.add(name)).remove
 
 
-def _compare_with_sdpa(model: Any, runs: list[Run]) -> list[str]:
-    """The layers whose scale is another one when the model hands its attention to torch's operation."""
+def _compare_with_sdpa(model: Any, runs: list[WatchedPart]) -> list[str]:
+    """Return the layers with another scale when torch's own operation computes the attention."""
     try:
         model.set_attn_implementation("sdpa")
     except (ValueError, AttributeError):
@@ -153,7 +155,7 @@ def _compare_with_sdpa(model: Any, runs: list[Run]) -> list[str]:
     for run in runs:
         try:
             with torch.no_grad(), watch(run.part) as seen:
-                run.part(**run.meal)
+                run.part(**run.inputs)
         except Exception:  # not supported after all
             return []
         eager = {record.layer: record.effective for record in run.scales}

@@ -1,4 +1,4 @@
-"""Small configurations of any family: fewer layers, heads and words, with the proportions that its code relies on."""
+"""Small configurations of any family: fewer layers, heads and words in the proportions that its code expects."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-# Vectors as wide as heads times their width: divided together, heads keep their width.
+# Widths that are heads × head width. Divided together with the heads, they leave the head width as it is.
 _WIDTHS = re.compile(
     r"(^|_)(hidden_size|intermediate_size|d_model|n_embd|embed_dim|emb_dim|d_ff|ffn_dim|ffn_hidden_size|embedding_size"
     r"|hidden_dim|mlp_dim|n_inner|word_embed_proj_dim|dim|projection_dim|output_dim|hidden_size_global"
@@ -30,9 +30,9 @@ _IMAGE = re.compile(
     r"^(image_size|image_embedding_size|backbone_feature_sizes|img_size|memory_attention_rope_feat_sizes)$"
 )
 
-# Which layers' outputs a backbone hands out: by default the last one's.
+# Layers whose outputs a backbone returns. The default is the last layer.
 _STAGES = ("out_features", "out_indices", "stage_names")
-# What has no default and any small number will do for; and what may mean "none" instead.
+# Fields without a default, for which any small number will do; then fields whose missing value may mean "none".
 _UNTOLD = {"vocab_size": 64, "prediction_length": 8}
 _OPEN = {
     "num_key_value_heads": 1,
@@ -52,15 +52,15 @@ _OPEN = {
 _FEWEST_LAYERS = 2
 _MOST_WORDS = 256
 _FIRST_SPECIAL = 200
-"""Tokens from here on have a meaning in a small vocabulary; texts are made of the others."""
+"""Tokens from here on are special in a small vocabulary. Inputs consist of the others."""
 ORDINARY_TOKENS = range(3, _FIRST_SPECIAL)
 _LARGEST_IMAGE = 256
 
 
 class Size(NamedTuple):
-    """How a configuration is made smaller: by what widths are divided, and whether vocabulary and images are.
+    """Size of a small configuration: the divisor of widths, and whether vocabulary and images become smaller.
 
-    With `fills`, numbers that a configuration leaves open are told; `layers` is how many there are at least.
+    With `fills`, numbers that a configuration leaves open are set. `layers` is the least number of layers.
     """
 
     divisor: int
@@ -76,13 +76,13 @@ class Size(NamedTuple):
 
 
 SIZES = (Size(8), Size(8, fills=True), Size(2), Size(1, words=False, images=False))
-"""From the smallest on: what does not fit together in one may in the next."""
+"""Sizes to try, the smallest first: parts that do not fit together in one size may fit in the next."""
 DEEP = Size(8, layers=8)
-"""For models without attention in their first layers."""
+"""Size for models without attention in their first layers."""
 
 
 def shrink(content: dict[str, Any], size: Size) -> dict[str, Any]:
-    """The fields of a configuration, made smaller, those of configurations inside it too.
+    """Return the fields of a configuration made smaller, including inner configurations.
 
     >>> shrink({"hidden_size": 768, "num_attention_heads": 12, "num_hidden_layers": 12, "vocab_size": 30000}, Size(4))
     {'hidden_size': 192, 'num_attention_heads': 3, 'num_hidden_layers': 2, 'vocab_size': 256}
@@ -100,7 +100,7 @@ def _fields(content: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _divisor(content: dict[str, Any], most: int) -> int:
-    """The largest divisor, up to `most`, that all numbers of heads have in common."""
+    """Return the largest common divisor, up to `most`, of all numbers of heads."""
     heads = [
         value
         for name, value in content.items()
@@ -195,7 +195,7 @@ def _shrink_number(
 
 
 def _rename(token: Any, tokens: dict[int, int]) -> Any:
-    """A number below the small vocabulary's end for a special token, the same for the same one."""
+    """Return a number in the small vocabulary for a special token, the same number for the same token."""
     if not isinstance(token, int) or isinstance(token, bool) or token < _FIRST_SPECIAL:
         return token
     last = _MOST_WORDS - _FIRST_SPECIAL - 1
@@ -209,7 +209,7 @@ def _divide(value: Any, by: int) -> Any:
 
 
 def _choose_layers(content: dict[str, Any], fewest: int) -> tuple[int, list[int] | None]:
-    """How many layers there are; where lists tell them apart, which to keep: one of each sort, so many at least."""
+    """Return the number of layers, and which to keep where lists describe each layer: one of each sort, or `fewest`."""
     counts = [value for name, value in content.items() if _LAYERS.search(name) and isinstance(value, int) and value > 1]
     layers = max(counts, default=0)
     lists = [value for value in content.values() if isinstance(value, list) and len(value) == layers and layers > 1]

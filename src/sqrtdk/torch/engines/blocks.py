@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from sqrtdk.backends import Plan
-from sqrtdk.call import BY_ROW, Backward, Call, Forward, GradientRequest, Wanted
+from sqrtdk.operation.call import BY_ROW, Backward, Call, Forward, GradientRequest, Wanted
 from sqrtdk.statistics import COUNTS, MEASURES
-from sqrtdk.torch.softening import (
+from sqrtdk.torch.arguments import without_autocast
+from sqrtdk.torch.engines.softmax import (
     Softmax,
     compute_softmax,
     describe_block,
@@ -20,8 +21,7 @@ from sqrtdk.torch.softening import (
     visible_like,
     weigh,
 )
-from sqrtdk.torch.tensor_arguments import without_autocast
-from sqrtdk.torch.tiles import (
+from sqrtdk.torch.engines.tiles import (
     Block,
     Entries,
     Tile,
@@ -35,31 +35,31 @@ from sqrtdk.torch.tiles import (
 )
 
 _SMALL, _LARGE = 2.0**-40, 2.0**40
-# Weights below this one may be subnormal numbers in float32, or have been on the way.
+# Weights below this one may be subnormal in float32, or intermediate results may have been.
 _LEAST = 2.0**-100
 
 
 class Blocks:
-    """The engine of every device: each tile's softmax in turn, and again for its gradients."""
+    """The engine for every device: one tile's softmax after another, recomputed for the gradients."""
 
     name = "blocks"
 
     def takes(self, call: Call, wanted: Wanted | GradientRequest, plan: Plan) -> str | None:
-        """Everything but derivatives of its gradients: tiles are written in place."""
+        """Return None, or the reason: its gradients have no derivatives, because tiles are written in place."""
         return "it writes in place, which has no derivatives" if wanted.derivatives else None
 
     def forward(self, call: Call, wanted: Wanted, plan: Plan) -> Forward:
-        """Output, and statistics and weights if wanted, from one pass over the tiles."""
+        """Return the output, and statistics and weights if wanted, from one pass over the tiles."""
         with without_autocast(call.query):
             return _attend(call, wanted)
 
     def backward(self, call: Call, request: GradientRequest, done: Forward, plan: Plan) -> Backward:
-        """The gradients, each tile's softmax computed anew: no more is held at once than a tile's logits.
+        """Return the gradients; each tile's softmax is recomputed, so only one tile's logits are held at once.
 
         With P the weights (sink in the denominator), dP = drop(grad_output·vᵀ) + grad_weights and δ = Σ P∘dP:
         dlogit = P∘(dP − δ), dscore = dlogit·(1 − tanh²), ∂scale of a row = Σ dscore·(q·k), ∂sink = −p_sink·δ.
         """
-        # The gradient mode may be on where a transform calls: the blocks are written in place.
+        # A transform may call with gradients on, but the blocks are written in place.
         with without_autocast(call.query), torch.no_grad():
             return _differentiate(call, request)
 
@@ -98,10 +98,10 @@ def _attend(call: Call, wanted: Wanted) -> Forward:
 
 
 def _soften(entries: Entries, tile: Tile, *, every_score: bool) -> list[tuple[Block, Softmax]]:
-    """A tile's softmax; and a second one in float64 of the rows whose numbers pass what float32 can hold.
+    """Return a tile's softmax, and a second one in float64 of the rows whose numbers leave the range of float32.
 
-    Each row is visible in one of the two and blind in the other, so that results add up, and that the bits of a row do
-    not hang on the rows beside it.
+    Each row sees its keys in one of the two and nothing in the other, so the results can be added, and the bits of a
+    row do not depend on other rows.
     """
     dtype, wide = working_dtype(entries.q.dtype), wide_dtype(entries.q.device)
     block = cut_block(entries, tile, dtype)
@@ -118,7 +118,7 @@ def _soften(entries: Entries, tile: Tile, *, every_score: bool) -> list[tuple[Bl
 
 
 def _find_wide_rows(call: Call, block: Block, soft: Softmax, every_score: bool) -> Tensor | None:
-    """Which rows `[n, g, R, l, 1]` need float64; None if none does."""
+    """Return which rows `[n, g, R, l, 1]` need float64; None if none does."""
     rows = torch.zeros_like(soft.weights[..., :1], dtype=torch.bool)
     if call.has_far_softcap:
         return ~rows
@@ -145,7 +145,7 @@ def _find_wide_rows(call: Call, block: Block, soft: Softmax, every_score: bool) 
 
 
 def _is_extreme(factor: float) -> bool:
-    """Whether a scale is so large or small that its product with q alone may leave the range of float32."""
+    """Return whether a scale is so large or small that its product with q alone may leave the range of float32."""
     size = abs(factor)
     return size != 0.0 and not _SMALL <= size <= _LARGE
 
@@ -189,13 +189,13 @@ def _differentiate(call: Call, request: GradientRequest) -> Backward:
 def _differentiate_tile(
     entries: Entries, tile: Tile, slope: Tensor, slope_of_weights: Tensor | None, scale_too: bool
 ) -> tuple[Backward, Tensor]:
-    """The gradients of a tile, and those of its logits."""
+    """Return the gradients of a tile, and those of its logits."""
     wide = wide_dtype(entries.q.device)
     parts = []
     for block, soft in _soften(entries, tile, every_score=scale_too):
         part = differentiate_block(block, soft, slope, slope_of_weights, scale_too)
         if block.q.dtype != wide and not _is_finite(part[0]):
-            # Sums of finite numbers may pass float32 although what comes of them does not.
+            # Sums of finite numbers may leave the range of float32 although the result does not.
             wide_block = cut_block(entries, tile, wide)
             wide_block.visible = block.visible
             part = differentiate_block(wide_block, compute_softmax(wide_block), slope, slope_of_weights, scale_too)

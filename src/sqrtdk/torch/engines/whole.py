@@ -1,6 +1,6 @@
 """Attention in one piece, by operations that torch differentiates in any mode and any number of times.
 
-It holds every logit: for second derivatives and for forward-mode ones only.
+It holds every logit, and is used for second derivatives and forward mode only.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from sqrtdk.backends import Plan
-from sqrtdk.call import BY_ROW, Backward, Call, Forward, GradientRequest, Wanted
+from sqrtdk.operation.call import BY_ROW, Backward, Call, Forward, GradientRequest, Wanted
 from sqrtdk.statistics import COUNTS, MEASURES
-from sqrtdk.torch.internals import without_derivatives
-from sqrtdk.torch.softening import (
+from sqrtdk.torch.arguments import without_autocast
+from sqrtdk.torch.engines.softmax import (
     Softmax,
     compute_softmax,
     describe_block,
@@ -21,23 +21,23 @@ from sqrtdk.torch.softening import (
     multiply,
     visible_like,
 )
-from sqrtdk.torch.tensor_arguments import without_autocast
-from sqrtdk.torch.tiles import Block, Entries, Tile, as_rank, by_group, cut_block, wide_dtype
+from sqrtdk.torch.engines.tiles import Block, Entries, Tile, as_rank, by_group, cut_block, wide_dtype
+from sqrtdk.torch.internals import without_derivatives
 
 
 class Whole:
-    """The engine of derivatives of any order and mode."""
+    """The engine for derivatives of any order and mode."""
 
     name = "whole"
 
     def takes(self, call: Call, wanted: Wanted | GradientRequest, plan: Plan) -> str | None:
-        """Everything."""
+        """Return None: it computes every call."""
         return None
 
     def forward(self, call: Call, wanted: Wanted, plan: Plan) -> Forward:
-        """Output, weights and statistics; the statistics have no derivatives.
+        """Return output, weights and statistics; the statistics have no derivatives.
 
-        Vectors with NaN or infinity count as zero, so that hidden ones give no gradient; rows that see one are NaN.
+        Vectors with NaN or infinity count as zero, so hidden ones give no gradient; rows that see one are NaN.
         """
         query, rows, keys = call.query, call.rows, call.key.shape[-2]
         if not query.numel():
@@ -58,7 +58,7 @@ class Whole:
         )
 
     def backward(self, call: Call, request: GradientRequest, done: Forward, plan: Plan) -> Backward:
-        """The gradients, by operations that can be differentiated in their turn."""
+        """Return the gradients, by operations that can be differentiated again."""
         query, key, value, mask, rows = call.query, call.key, call.value, call.mask, call.rows
         given = [name for name in BY_ROW if request.gives(name, call)]
         if not query.numel():
@@ -96,7 +96,7 @@ WHOLE = Whole()
 
 
 def _nothing(call: Call, wanted: Wanted) -> Forward:
-    """The result of a call without queries."""
+    """Return the result of a call without queries."""
     query, rows, wide = call.query, call.rows, wide_dtype(call.query.device)
     return Forward(
         query.new_zeros((*rows, call.value.shape[-1])),
@@ -107,7 +107,7 @@ def _nothing(call: Call, wanted: Wanted) -> Forward:
 
 
 def _describe(call: Call, block: Block, soft: Softmax, poison: Tensor) -> tuple[Tensor, Tensor]:
-    """Counts and numbers of every row; a row that sees NaN or infinity has them as NaN."""
+    """Return counts and numbers of every row; the numbers are NaN in a row that sees NaN or infinity."""
     with without_derivatives():
         fields = describe_block(block, soft, 0)
         integers, numbers = fields[: len(COUNTS)], fields[len(COUNTS) :]
@@ -142,11 +142,11 @@ def _cut_whole(call: Call) -> tuple[Block, Tensor, Tensor]:
 
 
 def _restore(x: Tensor, shape: tuple[int, ...], call: Call) -> Tensor:
-    """`[n, g, R, l, ·]` in the caller's shape and dtype."""
+    """Return `[n, g, R, l, ·]` in the caller's shape and dtype."""
     return x.flatten(1, 2).reshape(shape).to(call.query.dtype)
 
 
 def _set_aside(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x `[..., D]` with its non-finite vectors zeroed, and which they were `[...]`."""
+    """Return x `[..., D]` with its non-finite vectors zeroed, and which ones they were `[...]`."""
     bad = ~torch.isfinite(x).all(dim=-1)
     return torch.where(bad[..., None], 0.0, x), bad

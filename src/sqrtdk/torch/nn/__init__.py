@@ -1,4 +1,4 @@
-"""Modules: scales with parameters, and multi-head attention with any scale and a cache for decoding."""
+"""torch modules: learnable scales, and multi-head attention with any scale and a cache for decoding."""
 
 from sqrtdk.torch.nn.cache import KVCache
 from sqrtdk.torch.nn.learnable import LearnedTemperature, QKNorm, QueryTemperature, make_learnable

@@ -1,4 +1,4 @@
-"""The cache of keys and values for decoding."""
+"""Cache of keys and values for decoding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sqrtdk.errors import InvalidValueError
 
 
 class Extension(NamedTuple):
-    """A cache with some tokens more, not yet kept: the rooms and how many of their entries count."""
+    """A cache with further tokens, not yet kept: the memory, and how many of its entries count."""
 
     key_room: Tensor
     value_room: Tensor
@@ -47,13 +47,13 @@ class KVCache:
         self._values: Tensor | None = None
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the keys and values of the next tokens, and give those of all tokens; nothing is added if it raises."""
+        """Add the keys and values of the next tokens and return those of all tokens; nothing is added if it raises."""
         extension = self.extend(k, v)
         self.keep(extension)
         return extension.keys, extension.values
 
     def extend(self, k: Tensor, v: Tensor) -> Extension:
-        """The keys and values of all tokens with those of the next ones, which count only once they are kept.
+        """Return the keys and values of all tokens and the next ones, which count only after `keep`.
 
         A call that fails between `extend` and `keep` leaves the cache as it was, so that it can be repeated.
         """
@@ -68,18 +68,18 @@ class KVCache:
         return Extension(keys, values, self.length + k.shape[-2])
 
     def keep(self, extension: Extension) -> None:
-        """Let the tokens of an extension count."""
+        """Add the tokens of an extension to the cache."""
         self._keys, self._values, self.length = extension
 
     def _store(self, name: str, room: Tensor | None, new: Tensor) -> Tensor:
-        """The room with the new entries behind the old ones: the same room, or a larger one if they do not fit."""
+        """Return the memory with the new entries behind the old ones; it is larger if they did not fit."""
         length = self.length + new.shape[-2]
         if room is not None and (_shape_of_entry(room) != _shape_of_entry(new) or room.dtype != new.dtype):
             raise InvalidValueError(
                 f"cache holds {name} of shape {_shape_of_entry(room)} per token and {room.dtype}, "
                 f"got {_shape_of_entry(new)} and {new.dtype}; begin another sequence with another KVCache"
             )
-        # Outside of inference mode a tensor that was made inside cannot be written to.
+        # A tensor made in inference mode cannot be written to outside of it.
         stuck = room is not None and room.is_inference() and not torch.is_inference_mode_enabled()
         if room is None or stuck or room.shape[-2] < length:
             capacity = length if room is None else max(length, 2 * room.shape[-2])

@@ -1,7 +1,7 @@
-"""Scales with parameters: a temperature per head, one per query, and normalised q and k with a gain.
+"""Learnable scales: a temperature per head, a temperature per query, and normalised q and k with a gain.
 
-All of them are 1/√dₖ times e to something that is exactly 0 at the start. So step 0 is the default, a positive
-scale needs no constraint, and weight decay pulls towards the default instead of towards a scale of 1.
+Each is 1/√dₖ times the exponential of a number that is exactly 0 at the start. So step 0 is the default, the scale is
+positive without a constraint, and weight decay pulls towards the default instead of towards a scale of 1.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from sqrtdk.errors import InvalidTypeError, InvalidValueError, unknown_name
+from sqrtdk import checks
+from sqrtdk.errors import InvalidValueError, unknown_name
 from sqrtdk.scales import LEARNABLE, Cosine, Policy
 from sqrtdk.scales import QKNorm as FixedQKNorm
-from sqrtdk.torch.scale_protocol import LearnableScale, TensorContext
+from sqrtdk.torch.scales import LearnableScale, TensorContext
 
 
 def make_learnable(name: str, d_k: int, heads: int | None = None) -> LearnableScale:
-    """Make a scale by its name in `sqrtdk.scales.LEARNABLE`, for heads of its own.
+    """Return a learnable scale by its name in `sqrtdk.scales.LEARNABLE`, with one parameter per head.
 
     >>> make_learnable("position", d_k=64, heads=8)
     QueryTemperature(d_k=64, heads=8, source='position')
@@ -34,12 +35,12 @@ def make_learnable(name: str, d_k: int, heads: int | None = None) -> LearnableSc
 
 
 class HeadScale(LearnableScale):
-    """What the three have in common: the dₖ and the heads they are made for."""
+    """Base class of the three scales: dₖ and the number of heads."""
 
     def __init__(self, d_k: int, heads: int | None) -> None:
         super().__init__()
-        self.d_k = require_count("d_k", d_k)
-        self.heads = None if heads is None else require_count("heads", heads)
+        self.d_k = checks.integer("d_k", d_k, 1)
+        self.heads = None if heads is None else checks.integer("heads", heads, 1)
 
     def require_fit(self, d_k: int, heads: int) -> None:
         """Refuse a call whose dₖ or number of query heads is not the module's."""
@@ -55,7 +56,7 @@ class HeadScale(LearnableScale):
         return nn.Parameter(torch.zeros(shape if self.heads is None else (self.heads, *shape)))
 
     def _beside_rows(self, per_head: Tensor, query: Tensor) -> Tensor:
-        """`[H, ...]` as `[H, 1, ...]`, so that it stands beside rows `[..., H, L, ...]`; a shared one as it is."""
+        """Return `[H, ...]` as `[H, 1, ...]`, which broadcasts to rows `[..., H, L, ...]`; a shared one as it is."""
         if self.heads is None:
             return per_head
         return per_head.unsqueeze(1) if query.ndim > 2 else per_head
@@ -66,7 +67,7 @@ class HeadScale(LearnableScale):
 
 
 class _HeadGain(HeadScale):
-    """One learned factor per head, or for all, around a start of its own: start·e^log_gain."""
+    """One learned factor per head, or for all heads: start·e^log_gain."""
 
     def __init__(self, d_k: int, heads: int | None, max_log_scale: float | None, log_start: float) -> None:
         super().__init__(d_k, heads)
@@ -76,11 +77,11 @@ class _HeadGain(HeadScale):
 
     @property
     def temperature(self) -> Tensor:
-        """τ/√dₖ as it stands, `[H]` or `[]`, detached: below 1 sharper than the default, above 1 softer."""
+        """Present τ/√dₖ, `[H]` or `[]`, detached: below 1 sharper than the default, above 1 softer."""
         return (-self._bounded(self.log_gain.detach())).exp()
 
     def factor(self, context: TensorContext) -> Tensor:
-        """e^log_gain/√dₖ, `[H, 1]` or `[]`."""
+        """Return e^log_gain/√dₖ, `[H, 1]` or `[]`."""
         self._require_call(context.query)
         gain = self._bounded(self.log_gain.to(_working_dtype(context.query, self.log_gain))).exp()
         return self._beside_rows(gain * (1.0 / math.sqrt(self.d_k)), context.query)
@@ -118,7 +119,7 @@ class LearnedTemperature(_HeadGain):
     name = "learned"
 
     def __init__(self, d_k: int, heads: int | None = None, *, max_log_scale: float | None = None) -> None:
-        super().__init__(d_k, heads, max_log_scale, log_start=-0.5 * math.log(require_count("d_k", d_k)))
+        super().__init__(d_k, heads, max_log_scale, log_start=-0.5 * math.log(checks.integer("d_k", d_k, 1)))
 
 
 class QueryTemperature(HeadScale):
@@ -159,21 +160,21 @@ class QueryTemperature(HeadScale):
         self.bias = self._zeros()
 
     def factor(self, context: TensorContext) -> Tensor:
-        """e^s/√dₖ, `[..., H, L]` from the query, `[H, L]` or `[L]` from the position."""
+        """Return e^s/√dₖ, `[..., H, L]` from the query, `[H, L]` or `[L]` from the position."""
         query = context.query
         self._require_call(query)
         dtype = _working_dtype(query, self.bias)
         bias = self._beside_rows(self.bias.to(dtype), query)
         if self.source == "query":
             weight = self._beside_rows(self.weight.to(dtype), query)
-            # A query of NaN spoils its own row alone, and nothing if it sees no key: its temperature stays a number.
+            # A NaN query affects its own row only, and nothing if it sees no key: its temperature stays a number.
             query = torch.where(torch.isfinite(query).all(dim=-1, keepdim=True), query, 0.0)
-            # Not a matrix product: autocast would turn it, and so ln τ, into half precision.
+            # Not a matrix product: autocast would compute it, and so ln τ, in half precision.
             log_gain = (query.to(dtype) * weight).sum(dim=-1) / math.sqrt(self.d_k) + bias
         else:
             position = context.positions.clamp(min=0).to(dtype).log1p()
             log_gain = self._beside_rows(self.slope.to(dtype), query) * position + bias
-            # Shared by all heads it is still one per query: two axes say so to a call with heads.
+            # A factor shared by all heads is still one per query: two axes say so to a call with heads.
             log_gain = log_gain.unsqueeze(0) if log_gain.ndim == 1 and query.ndim > 2 else log_gain
         return log_gain.exp() * (1.0 / math.sqrt(self.d_k))
 
@@ -219,18 +220,18 @@ class QKNorm(_HeadGain):
         norm: Literal["rms", "l2"] = "rms",
         max_log_scale: float | None = None,
     ) -> None:
-        super().__init__(d_k, heads, max_log_scale, log_start=0.5 * math.log(require_count("d_k", d_k)))
+        super().__init__(d_k, heads, max_log_scale, log_start=0.5 * math.log(checks.integer("d_k", d_k, 1)))
         if norm not in ("rms", "l2"):
             raise unknown_name("norm", norm, ["rms", "l2"])
         self.norm = norm
         self._fixed: Policy = FixedQKNorm() if norm == "rms" else Cosine()
 
     def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q and k, each vector divided by its own size."""
+        """Return q and k, each vector divided by its own size."""
         return self._fixed.prepare(q, k)
 
     def factor(self, context: TensorContext) -> Tensor:
-        """e^s/√dₖ (rms) or e^s·√dₖ (l2), `[H, 1]` or `[]`."""
+        """Return e^s/√dₖ (rms) or e^s·√dₖ (l2), `[H, 1]` or `[]`."""
         factor = super().factor(context)
         return factor if self.norm == "rms" else factor * self.d_k
 
@@ -240,7 +241,7 @@ class QKNorm(_HeadGain):
 
 
 class _ClampAbove(torch.autograd.Function):
-    """min(x, most), whose gradient passes below the limit, and beyond it only where a step down would follow."""
+    """min(x, most); beyond the limit only a gradient that lowers x passes."""
 
     generate_vmap_rule = True
 
@@ -266,24 +267,12 @@ def _clamp_above(x: Tensor, most: float) -> Tensor:
 
 
 def _working_dtype(*tensors: Tensor) -> torch.dtype:
-    """float64 if one of the tensors is, float32 otherwise."""
+    """Return float64 if one of the tensors is float64, else float32."""
     return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
 
 
 def _require_above(max_log_scale: float, start: float) -> float:
-    if isinstance(max_log_scale, bool) or not isinstance(max_log_scale, int | float):
-        raise InvalidTypeError("max_log_scale", f"must be a number or None, got {max_log_scale!r}")
-    if not (math.isfinite(max_log_scale) and max_log_scale >= start):
-        raise InvalidValueError(
-            "max_log_scale", f"must be finite and not below the start, {start:.4g}, got {max_log_scale!r}"
-        )
+    checks.number("max_log_scale", max_log_scale, kind="a number or None")
+    if max_log_scale < start:
+        raise InvalidValueError("max_log_scale", f"must not be below the start, {start:.4g}, got {max_log_scale}")
     return float(max_log_scale)
-
-
-def require_count(name: str, value: object) -> int:
-    """The value if it is a whole number of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidTypeError(name, f"must be an integer, got {type(value).__name__} {value!r}")
-    if value < 1:
-        raise InvalidValueError(name, f"must be at least 1, got {value}")
-    return value

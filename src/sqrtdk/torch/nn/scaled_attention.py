@@ -11,16 +11,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from sqrtdk.arguments import Window
-from sqrtdk.attention import Attention
+from sqrtdk import checks
 from sqrtdk.errors import InvalidTypeError, InvalidValueError, unknown_name
+from sqrtdk.operation.arguments import Window
+from sqrtdk.operation.attention import Attention
 from sqrtdk.scales import LEARNABLE, Policy, names, resolve
+from sqrtdk.torch.arguments import require_dropout
 from sqrtdk.torch.functional import attention
 from sqrtdk.torch.nn.cache import KVCache
-from sqrtdk.torch.nn.learnable import HeadScale, make_learnable, require_count
+from sqrtdk.torch.nn.learnable import HeadScale, make_learnable
 from sqrtdk.torch.pressure import TemperaturePressure
-from sqrtdk.torch.scale_protocol import LearnableScale
-from sqrtdk.torch.tensor_arguments import require_dropout
+from sqrtdk.torch.scales import LearnableScale
 
 Context = Tensor | tuple[Tensor, Tensor]
 
@@ -81,13 +82,13 @@ class ScaledAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.d_model = require_count("d_model", d_model)
-        self.heads = require_count("heads", heads)
+        self.d_model = checks.integer("d_model", d_model, 1)
+        self.heads = checks.integer("heads", heads, 1)
         self.kv_heads = self._count_kv_heads(kv_heads)
-        self.d_k = self._default_d_k() if d_k is None else require_count("d_k", d_k)
-        self.d_v = self.d_k if d_v is None else require_count("d_v", d_v)
+        self.d_k = self._default_d_k() if d_k is None else checks.integer("d_k", d_k, 1)
+        self.d_v = self.d_k if d_v is None else checks.integer("d_v", d_v, 1)
         self.d_context = _pair_widths(self.d_model if d_context is None else d_context)
-        self.causal, self.window, self.softcap = bool(causal), window, softcap
+        self.causal, self.window, self.softcap = checks.flag("causal", causal), window, softcap
         self.dropout = require_dropout(dropout)
         made: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
         self.q_proj = nn.Linear(self.d_model, self.heads * self.d_k, **made)
@@ -112,7 +113,7 @@ class ScaledAttention(nn.Module):
         softcap: float | None = None,
         sinks: bool = False,
     ) -> ScaledAttention:
-        """The same attention as an `nn.MultiheadAttention`: copies of its weights, its heads, its dropout.
+        """Return the attention of an `nn.MultiheadAttention`, with copies of its weights, its heads and its dropout.
 
         Called as ``self_attention(x)`` or ``cross_attention(x, (for_keys, for_values))`` with the batch first, whatever
         `batch_first` was. Masks have the other sign: here True means "may attend".
@@ -155,7 +156,7 @@ class ScaledAttention(nn.Module):
         key_mask: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
-        """Attend, and give the output.
+        """Return the output of attention.
 
         Args:
             x: `[..., L, d_model]`.
@@ -182,7 +183,7 @@ class ScaledAttention(nn.Module):
         sample_rows: int | None = None,
         sample_seed: int = 0,
     ) -> Attention:
-        """As `forward`, with what it saw: `Attention(output, statistics, weights)`, the output being forward's.
+        """Return `Attention(output, statistics, weights)`; the output is that of `forward`.
 
         Args:
             x, context, mask, key_mask, cache: as in `forward`.
@@ -231,7 +232,7 @@ class ScaledAttention(nn.Module):
         return result
 
     def _project(self, x: Tensor, context: Context | None) -> tuple[Tensor, Tensor, Tensor]:
-        """q `[..., H, L, D]`, k `[..., G, S, D]`, v `[..., G, S, V]`."""
+        """Return q `[..., H, L, D]`, k `[..., G, S, D]`, v `[..., G, S, V]`."""
         if self.causal and context is not None:
             raise InvalidValueError("context", "must be None with causal=True: its keys have no order with the queries")
         if context is None and self.d_context != (self.d_model, self.d_model):
@@ -260,7 +261,7 @@ class ScaledAttention(nn.Module):
             )
 
     def _count_kv_heads(self, kv_heads: int | None) -> int:
-        count = self.heads if kv_heads is None else require_count("kv_heads", kv_heads)
+        count = self.heads if kv_heads is None else checks.integer("kv_heads", kv_heads, 1)
         if self.heads % count:
             raise InvalidValueError("heads", f"must be a multiple of kv_heads ({count}), got {self.heads}")
         return count
@@ -297,21 +298,12 @@ def _make_scale(
         if isinstance(scale, HeadScale):
             scale.require_fit(d_k, heads)
         return scale
-    if isinstance(scale, bool) or not isinstance(scale, int | float):
-        raise InvalidTypeError(
-            "scale",
-            f"must be a number, a policy, a LearnableScale, the name of one or None, got {type(scale).__name__}",
-        )
-    if not math.isfinite(scale):
-        raise InvalidValueError("scale", f"must be finite, got {scale}")
-    return float(scale)
+    return checks.number("scale", scale, kind="a number, a policy, a LearnableScale, the name of one or None")
 
 
 def _pair_widths(d_context: int | tuple[int, int]) -> tuple[int, int]:
-    if isinstance(d_context, tuple):
-        for_keys, for_values = d_context
-        return require_count("d_context", for_keys), require_count("d_context", for_values)
-    return require_count("d_context", d_context), d_context
+    for_keys, for_values = d_context if isinstance(d_context, tuple) else (d_context, d_context)
+    return checks.integer("d_context", for_keys, 1), checks.integer("d_context", for_values, 1)
 
 
 def _require_width(name: str, x: Tensor, width: int) -> None:
@@ -335,7 +327,7 @@ def _require_fit(x: Tensor, for_keys: Tensor, for_values: Tensor) -> None:
 
 
 def _hide_keys(mask: Tensor | None, key_mask: Tensor | None, keys: int) -> Tensor | None:
-    """One mask for both: what either hides is hidden."""
+    """Return one mask that hides what either mask hides."""
     if key_mask is None:
         return mask
     if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool:
@@ -352,7 +344,7 @@ def _hide_keys(mask: Tensor | None, key_mask: Tensor | None, keys: int) -> Tenso
 
 
 def _translate_multihead(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Rename what an `nn.MultiheadAttention` saved; what it does not have (scale, sinks) keeps its present values."""
+    """Rename the saved tensors of an `nn.MultiheadAttention`; scale and sinks, which it lacks, keep their values."""
     assert isinstance(module, ScaledAttention)
     packed = f"{prefix}in_proj_weight"
     apart = [f"{prefix}{name}_proj_weight" for name in "qkv"]

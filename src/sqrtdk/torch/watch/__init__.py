@@ -1,6 +1,6 @@
-"""Watch a model: what every head does and the scale it really uses, without changing the model."""
+"""Measures every attention head of a running model and the scale it applies, without changing the model."""
 
-from sqrtdk.torch.watch.effective import ScaleRecord
+from sqrtdk.audits.audit import ScaleRecord
 from sqrtdk.torch.watch.seen import Seen, Unattributed
 from sqrtdk.torch.watch.session import watch
 

@@ -1,4 +1,4 @@
-"""Module paths, and which module of a watched model runs in a thread."""
+"""Names the modules of a watched model and describes their running calls."""
 
 from __future__ import annotations
 
@@ -9,52 +9,43 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from sqrtdk.torch.internals import own_tensors
+from sqrtdk.torch.internals import WRAPPERS, compiled_from, local_part, own_tensors
 
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "num_query_heads")
-# What wrappers put in front of a path: DistributedDataParallel and others, torch.compile, activation checkpointing.
-_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-# Calls of one module in one forward pass that are told apart: more of them are a loop, and would fill the memory.
+# Upper limit for the calls of one module in one forward pass that become separate layers. More calls are a loop, and
+# would fill the memory.
 MOST_CALLS = 64
 
 
 def name_modules(model: nn.Module) -> dict[nn.Module, str]:
-    """The path of every module, the first of several names, without what wrappers put into it."""
+    """Return the path of every module. A module with several names gets the first; wrapper parts are removed."""
     inner = model
     while isinstance(inner, nn.parallel.DistributedDataParallel | nn.DataParallel):
         inner = inner.module
     names = {inner: ""}
     for path, module in inner.named_modules():
-        if any(wrapper in path for wrapper in _WRAPPERS):
-            path = ".".join(part for part in path.split(".") if part not in _WRAPPERS)
+        if any(wrapper in path for wrapper in WRAPPERS):
+            path = ".".join(part for part in path.split(".") if part not in WRAPPERS)
         names.setdefault(module, path)
-    unwrapped = getattr(inner, "_orig_mod", None)
+    unwrapped = compiled_from(inner)
     while isinstance(unwrapped, nn.parallel.DistributedDataParallel | nn.DataParallel):
         shortened = {module: path.removeprefix("module").removeprefix(".") for module, path in names.items()}
         names, unwrapped = shortened, unwrapped.module
     if inner is not model:
-        for module in model.modules():  # wrappers themselves
+        for module in model.modules():  # the wrappers themselves
             names.setdefault(module, "")
     return names
 
 
-def is_compiled(modules: Iterable[nn.Module]) -> bool:
-    """Whether any module runs through torch.compile."""
-    return any(
-        "_orig_mod" in module.__dict__.get("_modules", ()) or module.__dict__.get("_compiled_call_impl") is not None
-        for module in modules
-    )
-
-
 class LayerKey(NamedTuple):
-    """A layer: the path of its module, and which of the module's calls in a forward pass it is."""
+    """Identifies a layer by its module path and the number of the module's call in a forward pass."""
 
     path: str
     call: int
 
 
 def name_layers(keys: Iterable[LayerKey]) -> dict[LayerKey, str]:
-    """The names of layers: the path alone where a module is called once in a forward pass.
+    """Return the names of layers. The name is the path alone if the module is called once in a forward pass.
 
     >>> list(name_layers([LayerKey("embed", 0), LayerKey("layer", 0), LayerKey("layer", 1)]).values())
     ['embed', 'layer (call 0)', 'layer (call 1)']
@@ -65,23 +56,23 @@ def name_layers(keys: Iterable[LayerKey]) -> dict[LayerKey, str]:
 
 
 class CallCounter:
-    """Counts the calls of each module that compute attention, within one forward pass."""
+    """Counts each module's calls that compute attention within one forward pass."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, dict[Hashable, int]] = {}
 
     def restart(self) -> None:
-        """Begin with another forward pass."""
+        """Reset the counts for a new forward pass."""
         self._numbers.clear()
 
     def find(self, path: str, number: Hashable) -> LayerKey:
-        """The layer of a module's call, whose number no other running call has; beyond the last, the last."""
+        """Return the layer of the module call with this number. Calls beyond the limit share the last layer."""
         calls = self._numbers.setdefault(path, {})
         return LayerKey(path, min(calls.setdefault(number, len(calls)), MOST_CALLS - 1))
 
 
 class Frame:
-    """One running call of a module: its number, its arguments, and how much had been seen when it began."""
+    """One running module call: its number, its arguments, and the recogniser's counts when the call began."""
 
     __slots__ = ("_given", "args", "heads", "kwargs", "module", "number", "path", "products", "taken")
 
@@ -103,7 +94,7 @@ class Frame:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The arguments of the module's forward by name, as far as they can be told."""
+        """The arguments of the module's forward by name, as far as the names are known."""
         if self._given is None:
             given = self.kwargs
             if self.args:
@@ -119,7 +110,7 @@ class Frame:
 
 
 def _read_names(forward: Any) -> tuple[str, ...]:
-    """The names of the arguments that may be given by place."""
+    """Return the names of a function's positional arguments, or () if its signature cannot be read."""
     try:
         parameters = inspect.signature(forward).parameters.values()
     except (TypeError, ValueError):
@@ -133,13 +124,15 @@ def _read_names_of_method(function: Any) -> tuple[str, ...]:
 
 
 def find_learnt(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """The parameters of modules; quantised weights are buffers of integers."""
+    """Return the parameters of modules, including integer buffers, which hold quantised weights."""
     tensors = (tensor for module in modules for tensor in own_tensors(module))
-    return [tensor for tensor in tensors if isinstance(tensor, nn.Parameter) or not tensor.is_floating_point()]
+    return [
+        local_part(tensor) for tensor in tensors if isinstance(tensor, nn.Parameter) or not tensor.is_floating_point()
+    ]
 
 
 def read_heads(module: nn.Module) -> int | None:
-    """How many heads a module says it has."""
+    """Return the number of heads that a module declares, or None if it declares none."""
     for name in _HEADS:
         heads = getattr(module, name, None)
         if isinstance(heads, int) and not isinstance(heads, bool) and heads > 0:
@@ -148,9 +141,9 @@ def read_heads(module: nn.Module) -> int | None:
 
 
 def find_tensors(output: Any) -> list[Tensor]:
-    """The tensors that a module returned."""
+    """Return the tensors in a module's output: the output itself or the tensors of a tuple or list."""
     if isinstance(output, Tensor):
-        return [output]
+        return [local_part(output)]
     if isinstance(output, tuple | list):
-        return [one for one in output if isinstance(one, Tensor)]
+        return [local_part(one) for one in output if isinstance(one, Tensor)]
     return []

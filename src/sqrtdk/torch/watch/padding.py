@@ -1,4 +1,4 @@
-"""Padding: rows where no token stands, which say nothing about a head."""
+"""Finds padding: rows without a token, which statistics leave out."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from sqrtdk.torch.watch.calls import MASKED_BELOW, SeenCall
+from sqrtdk.torch.minus_infinity import shows
+from sqrtdk.torch.watch.recognise.calls import SeenCall
 
 Padding = Literal["attention mask", "key padding", "unknown"]
-"""By whom it is told which rows are padding."""
+"""Source of the padding mask."""
 
-# Arguments of forward that say which tokens are there (1 or True), and which are not (True, or −inf).
+# Arguments of forward that mark tokens (1 or True), and arguments that mark padding (True or −inf).
 _PRESENT = ("attention_mask", "decoder_attention_mask", "decoder_input_mask")
 _ABSENT = ("src_key_padding_mask", "tgt_key_padding_mask", "key_padding_mask", "padding_mask")
 
 
 def read_tokens(given: dict[str, Any], batch: int, queries: int, keys: int | None) -> tuple[bool, Tensor | None]:
-    """Whether a module was told which tokens `[B, L]` are there, and which; (True, None) if it was told "all".
+    """Return whether a module received a token mask `[B, L]`, and the mask: (True, None) if all rows are tokens.
 
     Args:
-        given: the arguments of its forward by name.
-        batch, queries: of the call whose rows are looked at.
-        keys: how many keys it has, if they are of the same sequence: a mask then covers a cache as well, and the
-            queries are its end.
+        given: the arguments of the module's forward by name.
+        batch, queries: the sizes of the call.
+        keys: the number of keys if they are of the same sequence. A mask may then also cover a cache, and the queries
+            are its last entries.
     """
     for name in (*_PRESENT, *_ABSENT):
         if name not in given:
@@ -39,20 +40,19 @@ def read_tokens(given: dict[str, Any], batch: int, queries: int, keys: int | Non
         if mask.shape[1] not in (queries, keys) or mask.shape[1] < queries:
             continue
         if name in _ABSENT:
-            mask = ~mask if mask.dtype == torch.bool else mask > MASKED_BELOW
+            mask = ~mask if mask.dtype == torch.bool else shows(mask)
         elif mask.is_floating_point() and bool((mask <= 0).all()):
-            mask = mask > MASKED_BELOW
+            mask = shows(mask)
         return True, (mask != 0)[:, mask.shape[1] - queries :]
     return False, None
 
 
 def read_keys(call: SeenCall) -> Tensor | None:
-    """Which tokens `[B, L]` any query sees, where queries are among the keys; None if no mask hides one from all."""
+    """Return a mask `[B, L]` of tokens that any query sees; None if all are seen or queries are not among the keys."""
     batch, _, queries, keys = call.shape
     first = call.first_position
     mask = call.mask if call.logits is None else call.logits
     if mask is None or first is None or first < 0 or first + queries > keys:
         return None
-    visible = mask if mask.dtype == torch.bool else mask > MASKED_BELOW
-    tokens = visible.flatten(1, 2).any(dim=1).expand(batch, keys)[:, first : first + queries]
+    tokens = shows(mask).flatten(1, 2).any(dim=1).expand(batch, keys)[:, first : first + queries]
     return None if bool(tokens.all()) else tokens

@@ -1,60 +1,63 @@
-"""Tells the watches that are open which modules run; a watch that nobody holds any more closes."""
+"""Notifies open watches of module calls, and holds watches by weak references only."""
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 
-from sqrtdk.torch.internals import ModuleCalls
+from sqrtdk.torch.internals import ModuleCalls, is_compiler_loaded, running_eagerly
 
 
 class Listener(Protocol):
-    """What is told about calls of modules."""
+    """Protocol for objects that are notified of module calls."""
 
     has_compiled: bool
-    """Whether modules that it follows are compiled."""
+    """Whether any followed module is compiled."""
 
     def follows(self, module: nn.Module) -> bool:
-        """Whether it wants to know of this module."""
+        """Return whether the listener follows this module."""
         ...
 
     def count_running(self) -> int:
-        """How many of the modules that it follows run in this thread."""
+        """Return the number of followed modules that run in this thread."""
         ...
 
     def begin_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A module is about to run."""
+        """Handle the start of a module call."""
+        ...
+
+    def note_eager(self) -> None:
+        """Handle compiled code that runs eagerly while a followed module runs."""
         ...
 
     def end_module(self, running: int, output: Any, *, has_failed: bool) -> None:
-        """A module has ended; `running` is what `count_running` gave before it began."""
+        """Handle the end of a module call; `running` is the value of `count_running` before the call."""
         ...
 
 
 _open: list[weakref.ref[Any]] = []
-# One for all of them: they end in any order.
+# All watches share one stance, because they end in any order.
 _stance = ExitStack()
 _is_eager = False
 
 
 def listen(listener: Listener) -> Callable[[], None]:
-    """Tell a listener of every call of a module from now on; returns what ends that. It keeps no one alive.
+    """Notify a listener of every module call from now on, and return a function that ends this.
 
-    Compiled modules run eagerly meanwhile.
+    Only a weak reference to the listener is kept. Compiled modules run eagerly until the last listener ends.
     """
     global _is_eager
     reference = weakref.ref(listener)
+    # Steps that may fail come first, so that a watch that cannot be opened changes nothing.
+    if not _is_eager and is_compiler_loaded():
+        _stance.enter_context(running_eagerly(_tell_eager))
+        _is_eager = True
     _open.append(reference)
     _calls.install(listener.has_compiled)
-    if not _is_eager and is_compiler_loaded():
-        _stance.enter_context(torch.compiler.set_stance("force_eager"))
-        _is_eager = True
 
     def end() -> None:
         global _is_eager
@@ -68,9 +71,11 @@ def listen(listener: Listener) -> Callable[[], None]:
     return end
 
 
-def is_compiler_loaded() -> bool:
-    """Whether something may be compiled; importing the compiler to ask it would take a second."""
-    return "torch._dynamo" in sys.modules or "torch.nn.attention.flex_attention" in sys.modules
+def _tell_eager() -> None:
+    for reference in tuple(_open):
+        listener = reference()
+        if listener is not None and listener.count_running():
+            listener.note_eager()
 
 
 def _run(module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -93,7 +98,7 @@ def _run(module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwa
 
 
 def _end(told: list[tuple[Any, int]], output: Any, has_failed: bool) -> None:
-    """The last that was told of the beginning is the first to be told of the end, and all are."""
+    """Notify every listener of the end of a call, in reverse order of the start."""
     if told:
         listener, running = told.pop()
         try:

@@ -1,4 +1,4 @@
-"""Results of a watch: summaries per layer and head, scales, and what could not be attributed."""
+"""Results of a watch: summaries per layer and head, scales, and attention that could not be attributed."""
 
 from __future__ import annotations
 
@@ -11,31 +11,32 @@ import numpy as np
 from torch import Tensor
 
 from sqrtdk import HeadSummary
-from sqrtdk.causes import CauseSplit
-from sqrtdk.counterfactual import ScoreRow
-from sqrtdk.display import Shown, Table, name_layer
+from sqrtdk.audits.audit import ScaleRecord
+from sqrtdk.diagnosis.counterfactual import ScoreRow
+from sqrtdk.diagnosis.score_size import CauseSplit
+from sqrtdk.show.table import Shown, Table, name_layer
 from sqrtdk.statistics import AttentionStatistics
-from sqrtdk.summary import RowBlock, join_blocks, summarise
+from sqrtdk.summary.heads import RowBlock, join_blocks, summarise
 from sqrtdk.torch.internals import WeakStorage
-from sqrtdk.torch.watch.calls import SeenCall
-from sqrtdk.torch.watch.causes import CauseSums
-from sqrtdk.torch.watch.effective import ScaleRecord, read_scale
-from sqrtdk.torch.watch.kept import Reservoir
+from sqrtdk.torch.watch.layer_scale import read_scale
 from sqrtdk.torch.watch.modules import MOST_CALLS, LayerKey, name_layers
 from sqrtdk.torch.watch.padding import Padding
-from sqrtdk.torch.watch.projections import HeadEvidence, HeadParts, UntoldError, find_heads
+from sqrtdk.torch.watch.recognise.calls import SeenCall
+from sqrtdk.torch.watch.recognise.projections import HeadEvidence, HeadParts, UntoldError, find_heads
+from sqrtdk.torch.watch.row_sample import Reservoir
+from sqrtdk.torch.watch.score_sums import CauseSums
 from sqrtdk.torch.watch.table import MOST_LINES, make_table, write_remarks
 
-# Rows of all layers and heads that wait to be summarised together: 104 bytes each.
+# Limit for rows of all layers and heads that wait to be summarised together: 104 bytes each.
 _MOST_WAITING = 1 << 17
-# Rows that are summarised but for their bins, of which few are asked for: 120 bytes each.
+# Limit for rows that are summarised except for their histograms, which are rarely needed: 120 bytes each.
 _MOST_UNCOUNTED = 1 << 18
 
 _Value = TypeVar("_Value")
 
 
 class Unattributed(NamedTuple):
-    """Something that looks like attention and was not understood: where, why, how often."""
+    """A computation that looks like attention but was not understood: its layer, the reason and the count."""
 
     layer: str
     reason: str
@@ -43,7 +44,7 @@ class Unattributed(NamedTuple):
 
 
 class SeenRows(NamedTuple):
-    """The rows of one call: their statistics, where they stand, which of them are tokens, and sums of causes."""
+    """Rows of one call: statistics, first position, token mask and cause sums."""
 
     statistics: AttentionStatistics
     first_position: int | None
@@ -51,63 +52,61 @@ class SeenRows(NamedTuple):
     causes: Tensor | None
 
     def as_block(self) -> RowBlock:
-        """The rows as they are summarised."""
+        """Return the rows as a block for `summarise`, without the token mask if its shape does not fit."""
         rows = self.statistics.numpy()
         batch, queries = rows.shape[0], rows.shape[-1]
-        at = np.arange(queries) if rows.sample is None else rows.sample.positions
         tokens = None
         if self.tokens is not None:
             tokens = self.tokens.detach().cpu().numpy()
-            tokens = tokens if rows.sample is None or tokens.shape[-1] == queries else tokens[:, at]
             tokens = tokens if tokens.shape == (batch, queries) else None
         first = self.first_position
-        positions = None if first is None else np.broadcast_to(at + first, (batch, queries))
+        positions = None if first is None else np.broadcast_to(np.arange(queries) + first, (batch, queries))
         return RowBlock.of(rows, tokens)._replace(positions=positions)
 
 
 class Seen(Shown):
-    """What was seen while a model was watched; it prints as a table of layers and heads.
+    """Results of watching a model, printed as a table of layers and heads.
 
-    `layers` has a `HeadSummary` per layer, in the order of first calls; `scales` a record per layer; `calls` is how
-    many calls of the model were looked at. A layer is named by its module path; a module that is called several times
-    in a forward pass is as many layers, `path (call 0)`, `path (call 1)` and so on, and `paths` has the path of each.
+    `layers` has a `HeadSummary` per layer, in the order of first calls, and `scales` has a record per layer. `calls` is
+    the number of observed model calls. A layer is named by its module path. A module that is called several times in a
+    forward pass makes several layers, `path (call 0)`, `path (call 1)` and so on, and `paths` has the path of each.
     """
 
     def __init__(self) -> None:
         self.calls = 0
         self.notes: list[str] = []
-        # None while no row of the layer is summarised.
+        # None until rows of the layer are summarised.
         self._summaries: dict[LayerKey, HeadSummary | None] = {}
         self._waiting: dict[LayerKey, list[SeenRows]] = {}
         self._number_waiting = self._number_uncounted = 0
         self._scales: dict[LayerKey, ScaleRecord] = {}
         self._missed: dict[tuple[str, str], int] = {}
         self._padding: dict[LayerKey, Padding] = {}
-        # Calls of the model that were passed over, by `every`.
-        self.passed_over = 0
-        # The addresses of parameters are given to no other memory while this lives.
+        # Prevents the reuse of parameter addresses.
         self.held: list[WeakStorage] = []
-        # Per module what tells which parameters make each head, or why they cannot be told.
+        # Names of parameters that are whole only while their module runs (FSDP), by the address of the whole.
+        self.gathered: dict[int, str] = {}
+        # Per module the parameters that compute each head, or the reason why they are unknown.
         self._evidence: dict[str, HeadEvidence | str] = {}
         self._causes: dict[LayerKey, CauseSums] = {}
         self.keep_rows: int | None = None
         self._reservoirs: dict[LayerKey, Reservoir] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what holds for this process and these tensors alone: a copy serves all but clipping."""
+        """Return the state without memory addresses of this process. A copy supports everything except clipping."""
         self._summarise()
         copied = "what was seen is a copy, in which addresses of parameters do not hold"
         return {**self.__dict__, "held": [], "_evidence": dict.fromkeys(self._evidence, copied)}
 
     @property
     def layers(self) -> dict[str, HeadSummary]:
-        """The summary of every layer by its name, in the order of first calls."""
+        """The summary of every layer by layer name, in the order of first calls."""
         self._summarise()
         return self._by_name({key: summary for key, summary in self._summaries.items() if summary is not None})
 
     @property
     def paths(self) -> dict[str, str]:
-        """The module path of every layer by its name."""
+        """The module path of every layer by layer name."""
         return self._by_name({key: key.path for key in self._scales})
 
     def _by_name(self, by_layer: dict[LayerKey, _Value]) -> dict[str, _Value]:
@@ -115,20 +114,25 @@ class Seen(Shown):
         return {names[key]: value for key, value in by_layer.items()}
 
     @property
+    def cause_sums(self) -> dict[str, CauseSums]:
+        """Sums over rows from which `causes` is computed, per layer. Sums of other ranks can be merged."""
+        self._summarise()
+        return self._by_name(self._causes)
+
+    @property
     def causes(self) -> dict[str, CauseSplit]:
-        """Per layer and head the length of q, the spread of k and their alignment: what makes scores large."""
-        layers = self.layers
-        sums = self._by_name(self._causes)
+        """Causes of large scores per layer and head: length of q, spread of k, and their alignment."""
+        layers, sums = self.layers, self.cause_sums
         return {name: sums[name].split(layers[name]) for name in sums if name in layers}
 
     @property
     def rows(self) -> dict[str, list[ScoreRow]]:
-        """Per layer the scores of the rows that were kept; empty without `keep_rows`."""
+        """Scores of the sampled rows per layer, empty without `keep_rows`."""
         return self._by_name({key: reservoir.rows for key, reservoir in self._reservoirs.items()})
 
     @property
     def scales(self) -> list[ScaleRecord]:
-        """The scale of every layer, in the order of first calls."""
+        """The scale record of every layer, in the order of first calls."""
         names = name_layers(self._scales)
         return [
             record if names[key] == key.path else replace(record, layer=names[key], call=key.call)
@@ -137,12 +141,12 @@ class Seen(Shown):
 
     @property
     def unattributed(self) -> list[Unattributed]:
-        """What looks like attention and could not be attributed."""
+        """Computations that look like attention but could not be attributed."""
         return [Unattributed(path, reason, count) for (path, reason), count in self._missed.items()]
 
     @property
     def padding(self) -> str:
-        """How it was told which rows are padding: "attention mask", "key padding", "unknown", or how often each."""
+        """Source of the padding mask: "attention mask", "key padding" or "unknown", with counts if layers differ."""
         kinds = list(self._padding.values())
         counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
         if len(counts) < 2:
@@ -150,29 +154,33 @@ class Seen(Shown):
         return ", ".join(f"{kind} in {count} of {len(kinds)} layers" for kind, count in counts.items())
 
     def miss(self, path: str, reason: str) -> None:
-        """Count something that was not understood."""
+        """Count a computation that was not understood."""
         self._missed[path, reason] = self._missed.get((path, reason), 0) + 1
 
     def note_loop(self, path: str) -> None:
-        """Say that a module was called too often in a forward pass for a layer each."""
+        """Add a note that a module was called too often in a forward pass to make a layer of each call."""
         note = f"{name_layer(path)}: from call {MOST_CALLS - 1} of a forward pass on all its calls are one layer"
         if note not in self.notes:
             self.notes.append(note)
 
     def remark(self, path: str, text: str) -> None:
-        """Say something about a layer, once for all layers that it is true of."""
+        """Add a note about a layer. Layers with the same remark share one note."""
         if not any(note.startswith(text) for note in self.notes):
             self.notes.append(f"{text} (first in {name_layer(path)})")
 
+    def is_new(self, layer: LayerKey) -> bool:
+        """Return whether no call of a layer was seen yet."""
+        return layer not in self._scales
+
     def note_scale(self, layer: LayerKey, call: SeenCall) -> ScaleRecord:
-        """Work out the scale of a layer; the first call that tells it holds."""
+        """Return the scale record of a layer. The first call with a known scale counts."""
         known = self._scales.get(layer)
         if known is None or (known.effective is None and not known.normalised):
             known = self._scales[layer] = read_scale(layer.path, call)
         return known
 
     def note_heads(self, path: str, call: SeenCall) -> None:
-        """Keep what tells which parameters make the heads of a module; every call must have been made by the same."""
+        """Record the parameters that compute a module's heads. All calls must use the same parameters."""
         known = self._evidence.get(path)
         if known is None:
             self._evidence[path] = HeadEvidence.of(call)
@@ -180,12 +188,12 @@ class Seen(Shown):
             self._evidence[path] = "its calls have queries and keys of different projections"
 
     def keep(self, layer: LayerKey, call: SeenCall, tokens: Tensor | None) -> None:
-        """Offer the rows of a call to the sample of its layer, if there is to be one."""
+        """Offer the rows of a call to the sample of its layer, if `keep_rows` is set."""
         if self.keep_rows is not None:
             self._reservoirs.setdefault(layer, Reservoir(self.keep_rows)).offer(call, tokens)
 
     def heads_of(self, path: str) -> list[HeadParts] | str:
-        """The columns of the parameters that make each head of a module, or why they cannot be told."""
+        """Return the parameter columns that compute each head of a module, or the reason why they are unknown."""
         evidence = self._evidence.get(path, "it was not seen")
         if isinstance(evidence, str):
             return evidence
@@ -195,7 +203,7 @@ class Seen(Shown):
             return str(reason)
 
     def add(self, layer: LayerKey, rows: SeenRows, number: int, padding: Padding) -> None:
-        """Add the rows of a call, of which there are so many, to its layer."""
+        """Add the rows of a call to its layer."""
         self._summaries.setdefault(layer, None)
         self._padding.setdefault(layer, padding)
         self._waiting.setdefault(layer, []).append(rows)
@@ -204,7 +212,7 @@ class Seen(Shown):
             self._summarise()
 
     def _summarise(self) -> None:
-        """Summarise the rows that wait, those of all layers together."""
+        """Summarise the waiting rows of all layers in one pass."""
         waiting, self._waiting = self._waiting, {}
         self._number_uncounted += self._number_waiting
         self._number_waiting = 0
@@ -235,5 +243,5 @@ class Seen(Shown):
 
 
 def _join(rows: Iterable[SeenRows]) -> list[RowBlock]:
-    """The rows of a layer's calls, without calls that are padding alone."""
+    """Return the rows of a layer's calls as blocks, without calls that are entirely padding."""
     return join_blocks([block for block in (one.as_block() for one in rows) if block.present.any()])

@@ -1,4 +1,4 @@
-"""Watching a model: a recogniser per thread while its modules run, and what was seen in the end."""
+"""Watches a model: runs one recogniser per thread while the model's modules run, and collects the results."""
 
 from __future__ import annotations
 
@@ -10,67 +10,60 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sqrtdk import checks
 from sqrtdk.errors import InvalidTypeError, InvalidValueError
 from sqrtdk.torch.internals import (
     WeakStorage,
     has_numbers,
+    is_compiled,
     is_in_backward,
+    is_spread,
     leave_mode,
+    local_part,
     storage_address,
-    without_modes,
+    unseen,
 )
-from sqrtdk.torch.watch.calls import SeenCall
-from sqrtdk.torch.watch.causes import read_causes
+from sqrtdk.torch.transformers_internals import is_loaded_per_call
 from sqrtdk.torch.watch.modules import (
     MOST_CALLS,
     CallCounter,
     Frame,
     find_learnt,
-    is_compiled,
     name_modules,
     read_heads,
 )
 from sqrtdk.torch.watch.padding import Padding, read_keys, read_tokens
-from sqrtdk.torch.watch.parts import Candidate, Stack
-from sqrtdk.torch.watch.recognise import Recogniser
+from sqrtdk.torch.watch.recognise.calls import SeenCall, read_slopes
+from sqrtdk.torch.watch.recognise.parts import Candidate, Stack
+from sqrtdk.torch.watch.recognise.recogniser import Recogniser
 from sqrtdk.torch.watch.running import listen
+from sqrtdk.torch.watch.score_sums import read_causes
 from sqrtdk.torch.watch.seen import Seen, SeenRows
+from sqrtdk.wording.numbers import write_number
 
 _EAGER = "compiled regions ran eagerly while watched"
 
 
-def watch(
-    model: nn.Module,
-    *,
-    fuse: bool = False,
-    scale: Any = None,
-    sample_rows: int | None = None,
-    every: int = 1,
-    keep_rows: int | None = None,
-) -> AbstractContextManager[Seen]:
-    """Measure every attention call of a model while it runs, head by head; its outputs stay the same to the bit.
+def watch(model: nn.Module, *, keep_rows: int | None = None) -> AbstractContextManager[Seen]:
+    """Measure every attention call of a model while it runs, head by head. The model's outputs stay bit-identical.
 
-    Inside the `with` block any call of the model, or of a module of it, is looked at: F.scaled_dot_product_attention,
-    nn.MultiheadAttention and the encoder's fast path, the models of transformers, `sqrtdk.torch.attention`, and
-    attention written by hand, from the product of queries and keys to the softmax. Calls outside the model do not
-    count, nor does the recomputation of a checkpoint. Compiled regions run eagerly meanwhile. The model is not changed,
-    and after the block, left by an exception or not, nothing is different from before.
+    Inside the `with` block, every call of the model or of its modules is observed: F.scaled_dot_product_attention,
+    nn.MultiheadAttention and the encoder's fast path, Hugging Face models, `sqrtdk.torch.attention`, and hand-written
+    attention, from the product of queries and keys to the softmax. Calls outside the model do not count, nor does the
+    recomputation of a checkpoint. Compiled regions run eagerly meanwhile. The model is not changed. After the block,
+    even if an exception ends the block, everything is as before.
 
     Args:
         model: any module.
-        fuse: let sqrtdk compute the attention it can reach, with statistics from the same pass.
-        scale: with `fuse`: the effective scale of every call, in place of the model's own.
-        sample_rows: measure that many query positions per head and call only; maxima are then lower bounds.
-        every: look at every n-th call of the model only, the first included.
-        keep_rows: keep the scores of that many rows per layer, a uniform sample of all, for `counterfactual`; it takes
-            4 bytes per row, head and key that the row sees. None keeps nothing.
+        keep_rows: the number of rows per layer whose scores are kept for `counterfactual`, sampled uniformly. Each row
+            takes 4 bytes per head and visible key. None keeps no rows.
 
     Returns:
-        A context manager that gives `Seen`: `layers` {module path: `HeadSummary`}, `scales`, `unattributed`, `padding`.
-        A module that is called several times in a forward pass is as many layers: `path (call 0)`, `path (call 1)`, …
+        A context manager that yields `Seen`: `layers` {layer name: `HeadSummary`}, `scales`, `unattributed`, `padding`.
+        A module that is called several times in a forward pass makes several layers: `path (call 0)`, `path (call 1)`.
 
     Raises:
-        InvalidTypeError, InvalidValueError: naming the argument; also for a model whose parameters have no numbers.
+        InvalidTypeError, InvalidValueError: an argument is wrong, or the model's parameters have no numbers.
 
     >>> layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
     >>> with watch(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)) as seen:
@@ -80,32 +73,19 @@ def watch(
     """
     if not isinstance(model, nn.Module):
         raise InvalidTypeError("model", f"must be a torch.nn.Module, got {type(model).__name__}")
-    for name, number in (("sample_rows", sample_rows), ("every", every), ("keep_rows", keep_rows)):
-        if number is None and name != "every":
-            continue
-        if isinstance(number, bool) or not isinstance(number, int):
-            raise InvalidTypeError(name, f"must be an integer, got {number!r}")
-        if number < 1:
-            raise InvalidValueError(name, f"must be at least 1, got {number}")
+    keep_rows = None if keep_rows is None else checks.integer("keep_rows", keep_rows, 1)
     _check_numbers(model)
-    if scale is not None and not fuse:
-        raise InvalidValueError("scale", "is for fuse=True alone: without it the model computes attention itself")
-    if fuse:
-        from sqrtdk.torch.watch.fuse import FusedWatch
-
-        watching: Watch = FusedWatch(model, sample_rows, every, scale)
-    else:
-        watching = Watch(model, sample_rows, every)
+    watching = Watch(model)
     watching.seen.keep_rows = keep_rows
     return watching
 
 
 def _check_numbers(model: nn.Module) -> None:
-    """Refuse a model on the device meta or of fake tensors; one whose weights are loaded for each call is none."""
+    """Raise for a model of meta or fake tensors, but not for a model whose weights are loaded for each call."""
     name, parameter = next(model.named_parameters(), ("", None))
     if parameter is None or has_numbers(parameter) or any(map(has_numbers, model.parameters())):
         return
-    if not any(hasattr(module, "_hf_hook") for module in model.modules()):
+    if not any(map(is_loaded_per_call, model.modules())):
         kind = "on the device meta" if parameter.device.type == "meta" else "fake"
         raise InvalidValueError(
             f"model must have parameters with numbers, got tensors that are {kind} ({name} and all others); load or "
@@ -119,38 +99,34 @@ def _device_of(model: nn.Module) -> str:
 
 
 class _Thread(threading.local):
-    """What one thread is doing inside the model."""
+    """State of one thread inside the model."""
 
     def __init__(self) -> None:
         self.frames: list[Frame] = []
-        # The frames as a recogniser is told them, until they change.
+        # The frames in the recogniser's form, None after they change.
         self.stack: Stack | None = None
         self.calls = 0
         self.counter = CallCounter()
         self.recogniser: Recogniser | None = None
         self.is_on = False
-        # Where weights are collected that somebody waits for, and an error that waits to be raised.
+        # Collects requested weights; None if no weights are requested.
         self.wanted: list[Any] | None = None
-        self.error: Exception | None = None
 
 
 class Watch(AbstractContextManager[Seen]):
-    """The passive watch: it is told which of the model's modules run, and has a recogniser on while one of them does.
+    """Passive watch: is notified of the model's module calls and keeps a recogniser on while a module runs.
 
-    Left by an exception, or dropped without being left, it closes.
+    The watch closes at the end of the `with` block, after an exception, or when it is garbage collected.
     """
 
-    def __init__(self, model: nn.Module, sample_rows: int | None, every: int) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._sample_rows = sample_rows
-        self._every = every
-        self._needs_every_call = False
-        self._calls = 0
         self._lock = threading.Lock()
         self._thread = _Thread()
         self._names: dict[nn.Module, str] = {}
         self._heads: dict[nn.Module, int | None] = {}
         self._parameters: frozenset[int] = frozenset()
+        self._is_sharded = any(map(is_spread, model.parameters()))
         self._close: weakref.finalize[..., Any] | None = None
         self.has_compiled = False
         self.seen = Seen()
@@ -159,11 +135,11 @@ class Watch(AbstractContextManager[Seen]):
         if self._names:
             raise InvalidValueError("a watch is entered once; call watch(model) again for another")
         self._names = name_modules(self._model)
-        self.has_compiled = is_compiled(self._names)
+        self.has_compiled = any(map(is_compiled, self._names))
         if self.has_compiled:
-            self.seen.notes.append(_EAGER)
+            self.note_eager()
         if torch.is_autocast_enabled(_device_of(self._model)):
-            # Weights that were cast before would not be known for weights.
+            # Weights that were cast earlier would not be recognised as weights.
             torch.clear_autocast_cache()
         self._close = weakref.finalize(self, listen(self))
         return self.seen
@@ -176,18 +152,18 @@ class Watch(AbstractContextManager[Seen]):
             self._thread.frames.clear()
             self._stop()
 
-    # Calls of modules
+    # Module calls
 
     def follows(self, module: nn.Module) -> bool:
-        """Whether a module is one of the model's."""
+        """Return whether a module belongs to the model."""
         return module in self._names
 
     def count_running(self) -> int:
-        """How many modules of the model run in this thread."""
+        """Return the number of the model's modules that run in this thread."""
         return len(self._thread.frames)
 
     def begin_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A module of the model is about to run."""
+        """Handle the start of a module call."""
         thread = self._thread
         if not thread.frames:
             thread.counter.restart()
@@ -203,7 +179,7 @@ class Watch(AbstractContextManager[Seen]):
         thread.stack = None
 
     def end_module(self, running: int, output: Any, *, has_failed: bool) -> None:
-        """A module has ended, by an exception or not; `running` of the model's modules ran when it began."""
+        """Handle the end of a module call, also by an exception; `running` modules ran when the call began."""
         thread = self._thread
         recogniser = thread.recogniser
         if thread.is_on and not has_failed and recogniser is not None and len(thread.frames) == running + 1:
@@ -214,32 +190,27 @@ class Watch(AbstractContextManager[Seen]):
         thread.stack = None
         if not thread.frames:
             self._end_call(has_failed)
-        error, thread.error = thread.error, None
-        if error is not None and not has_failed:
-            raise error
 
-    # A call of the model
+    def note_eager(self) -> None:
+        """Add a note that compiled code runs eagerly."""
+        with self._lock:
+            if _EAGER not in self.seen.notes:
+                self.seen.notes.append(_EAGER)
+
+    # Model calls
 
     def _begin_call(self) -> None:
         thread = self._thread
         with self._lock:
-            turn = self._calls % self._every == 0
-            self._calls += 1
-            if turn:
-                self.seen.calls += 1
-            else:
-                self.seen.passed_over += 1
-        if not turn and not self._needs_every_call:
-            return
+            self.seen.calls += 1
         if thread.recogniser is None:
-            thread.recogniser = Recogniser(self._take, self._locate, self._is_parameter, self._sample_rows)
+            thread.recogniser = Recogniser(self._take, self._locate, self._is_parameter)
         learnt = find_learnt(self._names)
         addresses = frozenset(map(storage_address, learnt))
         if addresses != self._parameters:
             self._parameters = addresses
             self.seen.held += [WeakStorage(tensor) for tensor in learnt if storage_address(tensor)]
-        thread.recogniser.is_measuring = turn
-        # First, so that an interrupt in between leaves no recogniser behind.
+        # Set before entering, so that an interrupt in between leaves no recogniser behind.
         thread.is_on = True
         thread.recogniser.__enter__()
 
@@ -259,13 +230,27 @@ class Watch(AbstractContextManager[Seen]):
             frames = thread.frames
             stack = tuple((frame.number, frame.path, frame.heads) for frame in frames)
             if frames and isinstance(frames[-1].module, nn.TransformerEncoderLayer):
-                # The fast path computes its attention without calling it.
+                # The fast path computes the attention of `self_attn` without calling that module.
                 stack += ((frames[-1].number, f"{frames[-1].path}.self_attn".removeprefix("."), None),)
             thread.stack = stack
         return thread.stack
 
     def _is_parameter(self, address: int) -> bool:
-        return address in self._parameters
+        return address in self._parameters or (self._is_sharded and self._is_gathered(address))
+
+    def _is_gathered(self, address: int) -> bool:
+        """Return whether the running module has a parameter at this address. FSDP gathers it only for that time."""
+        if address in self.seen.gathered:
+            return True
+        frames = self._thread.frames
+        for name, parameter in frames[-1].module.named_parameters(recurse=False) if frames else ():
+            local = local_part(parameter)
+            if storage_address(local) == address:
+                with self._lock:
+                    self.seen.held.append(WeakStorage(local))
+                    self.seen.gathered[address] = f"{frames[-1].path}.{name}".removeprefix(".")
+                return True
+        return False
 
     def _take(self, candidate: Candidate) -> None:
         call = candidate.call
@@ -275,29 +260,32 @@ class Watch(AbstractContextManager[Seen]):
                     self.seen.miss(candidate.path, candidate.reason)
             return
         number, path = candidate.stack[-1][:2] if candidate.stack else (0, "")
-        # Attention of another number of heads in one call of a module is a layer of its own.
+        # Within one module call, attention with another number of heads is a separate layer.
         layer = self._thread.counter.find(path, (number, call.shape[1]))
-        with without_modes(), torch.no_grad():
+        with unseen():
             tokens, padding = self._find_padding(call)
+            slopes = read_slopes(call) if self.seen.is_new(layer) else None
         record = self.seen.note_scale(layer, call)
         causes = None if call.logits is not None else read_causes(call, tokens, record.d_k)
         rows = SeenRows(candidate.statistics, call.first_position, tokens, causes)
         batch, heads, queries, _ = call.shape
-        number = batch * heads * (queries if self._sample_rows is None else min(queries, self._sample_rows))
         with self._lock:
+            if slopes is not None:
+                least, largest = (write_number(float(one)) for one in slopes.abs().aminmax())
+                self.seen.remark(path, f"an ALiBi bias is added to the logits, with slopes from {least} to {largest}")
             for remark in candidate.remarks:
                 self.seen.remark(path, remark)
             if layer.call == MOST_CALLS - 1:
                 self.seen.note_loop(path)
             self.seen.note_heads(path, call)
             self.seen.keep(layer, call, tokens)
-            self.seen.add(layer, rows, number, padding)
+            self.seen.add(layer, rows, batch * heads * queries, padding)
 
     def _find_padding(self, call: SeenCall) -> tuple[Tensor | None, Padding]:
-        """Which rows `[B, L]` of a call are tokens, None for all, and by whom it was told."""
+        """Return a mask `[B, L]` of the rows that are tokens (None: all), and the source of the mask."""
         batch, _, queries, keys = call.shape
         own_keys = None if call.first_position is None else keys
-        # A module inside was called without a mask: what one around it was told is about other tokens, or says "all".
+        # True if an inner module ran without a mask. An outer mask is then about other tokens, or hides nothing.
         is_unmasked = False
         for frame in reversed(self._thread.frames):
             is_told, tokens = read_tokens(frame.given, batch, queries, own_keys)

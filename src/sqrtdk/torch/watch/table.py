@@ -1,11 +1,12 @@
-"""Table of a watch's results: a line per layer and head, the lowest entropy ratio first."""
+"""Writes a watch's results as a table with a line per layer and head, lowest entropy ratio first."""
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING
 
-from sqrtdk.display import Table, count, name_layer, shade_sharpness
+from sqrtdk.show.table import Table, count, name_layer, shade_sharpness
+from sqrtdk.wording.numbers import write_number
 
 if TYPE_CHECKING:
     from sqrtdk.torch.watch.seen import Seen
@@ -16,7 +17,7 @@ _MOST_SCALES = 6
 
 
 def make_table(seen: Seen) -> Table:
-    """The heads whose weights are the most concentrated."""
+    """Return the table of the heads with the lowest entropy ratios."""
     layers = seen.layers
     heads = sum(summary.heads for summary in layers.values())
     sorted_heads: list[tuple[float, tuple[str, ...]]] = []
@@ -24,7 +25,7 @@ def make_table(seen: Seen) -> Table:
         ratios, indices = (summary[name].mean for name in ("entropy_ratio", "saturation_index"))
         for head, largest in enumerate(summary.write_largest("max_logit")):
             ratio, index = float(ratios[head]), float(indices[head])
-            cells = name_layer(path), str(head), f"{ratio:.3f}", f"{index:.3g}", largest
+            cells = name_layer(path), str(head), f"{ratio:.3f}", write_number(index, 3), largest
             sorted_heads.append((math.inf if math.isnan(ratio) else ratio, cells))
     sorted_heads.sort(key=lambda pair: pair[0])
     title = f"{count(len(layers), 'layer')}, {count(heads, 'head')}, {count(seen.calls, 'call')} of the model"
@@ -40,8 +41,8 @@ def make_table(seen: Seen) -> Table:
 
 
 def write_remarks(seen: Seen) -> list[str]:
-    """Lines below the table: scales, what was not understood, notes."""
-    scales = sorted({f"{record.effective:.4g}" for record in seen.scales if record.effective is not None})
+    """Return the lines below the table: scales, computations that were not understood, and notes."""
+    scales = sorted({write_number(record.effective) for record in seen.scales if record.effective is not None})
     lines = []
     if scales:
         more = ", …" if len(scales) > _MOST_SCALES else ""

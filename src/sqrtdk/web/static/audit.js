@@ -1,7 +1,8 @@
-// The Audit page: a map of heads, one of them in detail, where they lie on the diagram, findings and scales.
+// Audit page: a map of heads, one head in detail, the heads on the concentration diagram, findings and scales.
 
 import { axis, draw, plain, whenReady } from "./charts.js";
-import { $, ask, make, show, tell } from "./dom.js";
+import { $, ask, make, tell } from "./dom.js";
+import { writeNumber, writePercent } from "./numbers.js";
 
 const RAMP = [[242, 246, 251], [127, 178, 221], [31, 111, 178], [11, 47, 82]];
 
@@ -24,30 +25,28 @@ function renderMap() {
   $("statistic-hint").textContent = `${quantity.formula}. ${quantity.meaning}`;
   const values = audit.heads.map((head) => head[statistic]).filter((value) => value !== null);
   const low = Math.min(...values), high = Math.max(...values);
-  $("range").textContent = values.length ? `from ${show(low, 3)} to ${show(high, 3)}` : "no head has this number";
-  const most = Math.max(0, ...audit.heads.map((head) => head.head)) + 1;
-  const columns = Array.from({ length: most }, (_, head) => make("th", { scope: "col" }, head));
-  const rows = audit.layers.map((layer, at) =>
-    make("tr", {}, make("th", { scope: "row", title: layer }, layer || `layer ${at}`), ...columns.map((_, head) => make("td", {}, ...makeCell(at, head, statistic, quantity, low, high)))),
+  $("range").textContent = values.length ? `from ${writeNumber(low, 3)} to ${writeNumber(high, 3)}` : "no head has this number";
+  const columns = (audit.map[0]?.cells ?? []).map((_, head) => make("th", { scope: "col" }, head));
+  const rows = audit.map.map(({ name, cells }, at) =>
+    make("tr", {}, make("th", { scope: "row", title: name }, name), ...cells.map((cell, place) => make("td", {}, ...makeCell(cell, name, at, place, quantity, low, high)))),
   );
   $("map").replaceChildren(make("caption", { class: "hint" }, `${quantity.name} by layer (rows) and head (columns)`), make("thead", {}, make("tr", {}, make("td"), ...columns)), make("tbody", {}, ...rows));
 }
 
-function makeCell(at, place, statistic, quantity, low, high) {
-  const layer = audit.layers[at];
-  const head = heads.get(key(layer, place));
-  if (!head) return [];
-  const value = head[statistic];
-  const is = chosen && chosen.layer === layer && chosen.head === place;
+function makeCell(cell, layer, at, place, quantity, low, high) {
+  if (cell === null) return [];
+  const head = audit.heads[cell.head];
+  const value = head[quantity.key];
+  const is = chosen === head;
   const button = make(
     "button",
     {
       type: "button", "aria-pressed": String(Boolean(is)), "data-row": at, "data-column": place, "data-value": value,
-      "aria-label": `${layer}, head ${place}: ${quantity.name} ${show(value)}, pattern ${head.pattern}`,
+      "aria-label": `${layer}, head ${head.head}: ${quantity.name} ${writeNumber(value)}, pattern ${cell.pattern}`,
       class: pattern && head.pattern !== pattern ? "dim" : null,
       tabindex: is || (!chosen && at === 0 && place === 0) ? 0 : -1,
     },
-    show(value, 2),
+    writeNumber(value, 2),
   );
   if (value !== null) {
     const [r, g, b] = colourAt(high > low ? (value - low) / (high - low) : 0.5);
@@ -83,11 +82,11 @@ function select(head) {
 
 function renderHead() {
   $("head-title").textContent = `${chosen.layer || "The model"}, head ${chosen.head}`;
-  const offset = chosen.offset === null ? "" : ` Its commonest offset is ${chosen.offset} (${show(100 * chosen.offset_share, 3)} % of rows).`;
+  const offset = chosen.offset === null ? "" : ` Its most common offset is ${chosen.offset} (${writePercent(chosen.offset_share)} of rows).`;
   $("head-says").textContent = `Pattern: ${chosen.pattern}.${offset} ${chosen.rows} rows seen, ${chosen.rows_judged} of them judged.`;
   $("head-numbers").replaceChildren(
     ...audit.quantities.map((quantity) =>
-      make("tr", {}, make("th", { scope: "row", title: `${quantity.formula}. ${quantity.meaning}` }, quantity.name), make("td", { class: "number", "data-quantity": quantity.key, "data-value": chosen[quantity.key] }, show(chosen[quantity.key]))),
+      make("tr", {}, make("th", { scope: "row", title: `${quantity.formula}. ${quantity.meaning}` }, quantity.name), make("td", { class: "number", "data-quantity": quantity.key, "data-value": chosen[quantity.key] }, writeNumber(chosen[quantity.key]))),
     ),
   );
   renderRows();
@@ -105,7 +104,7 @@ function renderRows() {
   const { edges, counts } = histogram;
   const quantity = audit.quantities.find((one) => one.key === statistic);
   const total = counts.reduce((sum, count) => sum + count, 0);
-  $("rows-title").textContent = `The ${quantity.name} of its ${total} rows lies between ${show(edges[0], 3)} and ${show(edges.at(-1), 3)}`;
+  $("rows-title").textContent = `The ${quantity.name} of its ${total} rows lies between ${writeNumber(edges[0], 3)} and ${writeNumber(edges.at(-1), 3)}`;
   $("rows").dataset.counts = counts.join(",");
   // Bins are drawn equally wide with their borders as ticks, as they grow with the numbers in them.
   const shown = edges.map((_, i) => i).filter((i) => i % Math.ceil(edges.length / 5) === 0);
@@ -115,10 +114,10 @@ function renderRows() {
     (page) => [
       {
         type: "bar", x: counts.map((_, i) => i + 0.5), y: counts, width: 1, marker: { color: page.accent, line: { color: page.paper, width: 1 } },
-        text: counts.map((count, i) => `${count} rows from ${show(edges[i], 3)} to ${show(edges[i + 1], 3)}`), textposition: "none", hovertemplate: "%{text}<extra></extra>",
+        text: counts.map((count, i) => `${count} rows from ${writeNumber(edges[i], 3)} to ${writeNumber(edges[i + 1], 3)}`), textposition: "none", hovertemplate: "%{text}<extra></extra>",
       },
     ],
-    () => ({ bargap: 0, xaxis: axis(quantity.name, { tickvals: shown, ticktext: shown.map((i) => show(edges[i], 2)), showgrid: false }), yaxis: axis("rows", { rangemode: "tozero" }) }),
+    () => ({ bargap: 0, xaxis: axis(quantity.name, { tickvals: shown, ticktext: shown.map((i) => writeNumber(edges[i], 2)), showgrid: false }), yaxis: axis("rows", { rangemode: "tozero" }) }),
   );
 }
 
@@ -128,7 +127,7 @@ function renderCounterfactual() {
   $("counterfactual-figure").hidden = times.length < 2;
   if (times.length < 2) return;
   const { entropy_ratio, jacobian_trace } = own;
-  $("counterfactual-title").textContent = `Its entropy ratio goes from ${show(entropy_ratio[0], 3)} at ${show(times[0])} times its temperature to ${show(entropy_ratio.at(-1), 3)} at ${show(times.at(-1))} times`;
+  $("counterfactual-title").textContent = `Its entropy ratio goes from ${writeNumber(entropy_ratio[0], 3)} at ${writeNumber(times[0])} times its temperature to ${writeNumber(entropy_ratio.at(-1), 3)} at ${writeNumber(times.at(-1))} times`;
   draw(
     "counterfactual",
     `${$("counterfactual-title").textContent}.`,
@@ -136,21 +135,21 @@ function renderCounterfactual() {
       { type: "scatter", mode: "lines+markers", x: times, y: entropy_ratio, name: "entropy ratio H/ln n", line: { color: page.accent, width: 2.5 } },
       { type: "scatter", mode: "lines+markers", x: times, y: jacobian_trace, name: "1 − Σp²", line: { color: "#d55e00", width: 2, dash: "dash" }, marker: { symbol: "square" } },
     ],
-    () => ({ xaxis: axis("times the model's own temperature", { type: "log", tickvals: times, ticktext: times.map((t) => show(t)) }), yaxis: axis("", { range: [-0.03, 1.05] }), showlegend: true, legend: { orientation: "h", y: 1.16 } }),
+    () => ({ xaxis: axis("times the model's own temperature", { type: "log", tickvals: times, ticktext: times.map((t) => writeNumber(t)) }), yaxis: axis("", { range: [-0.03, 1.05] }), showlegend: true, legend: { orientation: "h", y: 1.16 } }),
   );
 }
 
 function renderDiagram() {
   const shown = audit.heads.filter((head) => head.saturation_index !== null && head.entropy_ratio !== null);
   const past = shown.filter((head) => head.saturation_index > 1).length;
-  $("diagram-title").textContent = `${past} of ${shown.length} heads lie past ρ = 1`;
+  $("diagram-title").textContent = `${past} of ${shown.length} heads lie above ρ = 1, where a few keys dominate`;
   const reach = 1.06 * Math.max(1.5, ...shown.map((head) => head.saturation_index));
   const marked = (head) => head === chosen;
   draw(
     "diagram",
-    `${$("diagram-title").textContent}. Selected: ρ ${show(chosen.saturation_index, 3)}, entropy ratio ${show(chosen.entropy_ratio, 3)}.`,
+    `${$("diagram-title").textContent}. Selected: ρ ${writeNumber(chosen.saturation_index, 3)}, entropy ratio ${writeNumber(chosen.entropy_ratio, 3)}.`,
     (page) => [
-      { type: "scatter", mode: "lines", x: audit.law.map(([rho]) => rho), y: audit.law.map(([, ratio]) => ratio), line: { color: page.soft, width: 1.5, dash: "dot", shape: "spline" }, hoverinfo: "skip" },
+      { type: "scatter", mode: "lines", x: audit.expected.map(([rho]) => rho), y: audit.expected.map(([, ratio]) => ratio), line: { color: page.soft, width: 1.5, dash: "dot", shape: "spline" }, hoverinfo: "skip" },
       {
         type: "scatter", mode: "markers", x: shown.map((head) => head.saturation_index), y: shown.map((head) => head.entropy_ratio),
         customdata: shown.map((head) => key(head.layer, head.head)), text: shown.map((head) => plain(`${head.layer}, head ${head.head}: ${head.pattern}`)),
@@ -193,15 +192,15 @@ function renderFindings() {
       make("h3", {}, `${one.severity}: ${one.rule}${one.layer ? `, ${one.layer}` : ""}${one.head === null ? "" : `, head ${one.head}`}`),
       make("p", {}, one.cause),
       make("p", { class: "hint" }, `What to do: ${one.remedy}`),
-      make("p", { class: "hint" }, `Evidence: ${Object.entries(one.evidence).map(([name, value]) => `${name.replaceAll("_", " ")} ${typeof value === "number" ? show(value) : JSON.stringify(value)}`).join(", ")}. Threshold: ${show(one.threshold.value)} (${one.threshold.source}).`),
+      make("p", { class: "hint" }, `Evidence: ${Object.entries(one.evidence).map(([name, value]) => `${name === "d_k" ? "dₖ" : name.replaceAll("_", " ")} ${typeof value === "number" ? writeNumber(value) : JSON.stringify(value)}`).join(", ")}. Threshold: ${writeNumber(one.threshold.value)} (${one.threshold.source}).`),
     ),
   );
-  $("findings").replaceChildren(...(items.length ? items : [make("p", {}, "Nothing was found wrong. A sharp head is not a sick head.")]));
+  $("findings").replaceChildren(...(items.length ? items : [make("p", {}, "No problem was found. A sharp head alone is not a problem.")]));
 }
 
 function renderScale() {
   const rows = audit.scale.map((one, at) =>
-    make("tr", {}, make("th", { scope: "row" }, one.layer || "the model"), make("td", {}, audit.scale_names[at]), make("td", { class: "number", "data-value": one.measured }, show(one.measured)), make("td", {}, one.declared === null ? "not declared" : `${show(one.declared)} by ${one.declared_by}`), make("td", { class: "number" }, one.d_k), make("td", {}, one.reason ?? one.how)),
+    make("tr", {}, make("th", { scope: "row" }, one.layer || "the model"), make("td", {}, audit.scale_names[at]), make("td", { class: "number", "data-value": one.measured }, writeNumber(one.measured)), make("td", {}, one.declared === null ? "not declared" : `${writeNumber(one.declared)} by ${one.declared_by}`), make("td", { class: "number" }, one.d_k), make("td", {}, one.reason ?? one.how)),
   );
   const head = ["layer", "scale", "measured", "declared", "dₖ", "how"].map((name) => make("th", { scope: "col" }, name));
   $("scale").replaceChildren(make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...rows));
@@ -222,7 +221,7 @@ async function start() {
     if (chosen) renderRows();
   });
   $("not-recorded").hidden = Boolean(audit.rows?.length);
-  $("not-recorded").textContent = "This record does not say how rows are distributed, nor what they would do at other temperatures; an audit made anew does.";
+  $("not-recorded").textContent = "This record has neither the distribution over rows nor other temperatures. Run the audit again to get both.";
   renderPatterns();
   renderFindings();
   renderScale();

@@ -1,4 +1,6 @@
-// Drawing with Plotly in the colours of the page, light or dark. What is drawn has a text for those who do not see it.
+// Plotly charts in the colours of the page, light or dark, each with a description for screen readers.
+
+import { namePower } from "./numbers.js";
 
 const drawn = new Map();
 const dark = matchMedia("(prefers-color-scheme: dark)");
@@ -14,15 +16,12 @@ function colours() {
 
 export const axis = (title, options = {}) => ({ title: { text: title, standoff: 6 }, automargin: true, ...options });
 
-const SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹";
-
 /** A logarithmic axis from 10^low to 10^high. Its powers are written as text: Plotly's own would need inline styles. */
 export function logAxis(title, low, high, options = {}) {
   const step = Math.max(1, Math.ceil((high - low) / 6));
   const exponents = [];
   for (let at = Math.ceil(low / step) * step; at <= high; at += step) exponents.push(at);
-  const write = (at) =>
-    at >= -2 && at <= 3 ? String(Number((10 ** at).toPrecision(1))) : `10${at < 0 ? "⁻" : ""}${[...String(Math.abs(at))].map((digit) => SUPERSCRIPTS[digit]).join("")}`;
+  const write = (at) => (at >= -2 && at <= 3 ? String(Number((10 ** at).toPrecision(1))) : namePower(at));
   return axis(title, { type: "log", range: [low, high], tickmode: "array", tickvals: exponents.map((at) => 10 ** at), ticktext: exponents.map(write), ...options });
 }
 

@@ -1,4 +1,4 @@
-// The settings of the Explore page: controls and the state that the address keeps.
+// Settings of the Explore page: controls, and their state in the address.
 
 import { $, make } from "./dom.js";
 
@@ -16,8 +16,8 @@ const linear = (least, step, steps) => ({
 export const SLIDERS = {
   d_k: { label: "dₖ, length of q and k", scale: log2(0, 100), step: 1, at: "sliders" },
   n: { label: "n, keys per query", scale: log2(1, 120), step: 1, at: "sliders" },
-  tau: {
-    label: "τ, times the policy's temperature",
+  t: {
+    label: "t, factor on the temperature",
     scale: {
       steps: 100,
       toValue: (at) => String(Number((10 ** (at / 50 - 1)).toPrecision(3))),

@@ -1,4 +1,4 @@
-// Elements, numbers as text, and questions to the server. Text goes in as text: nothing here reads markup.
+// Elements and requests to the server. Strings become text nodes; nothing here reads markup.
 
 export const $ = (id) => document.getElementById(id);
 
@@ -10,21 +10,6 @@ export function make(tag, attributes = {}, ...children) {
   }
   element.append(...children.map((child) => (child instanceof Node ? child : String(child))));
   return element;
-}
-
-const SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹";
-
-/** A number in four digits, as a reader writes it; an en dash for none. */
-export function show(value, digits = 4) {
-  if (value === null || value === undefined || Number.isNaN(value)) return "–";
-  if (value === 0) return "0";
-  const size = Math.abs(value);
-  if (size >= 1e6 || size < 1e-3) {
-    const [mantissa, exponent] = value.toExponential(Math.min(digits - 1, 2)).split("e");
-    const raised = [...String(Math.abs(Number(exponent)))].map((digit) => SUPERSCRIPTS[digit]).join("");
-    return `${Number(mantissa)}·10${Number(exponent) < 0 ? "⁻" : ""}${raised}`.replace("-", "−");
-  }
-  return String(Number(value.toPrecision(digits))).replace("-", "−");
 }
 
 /** What the server answers, or an error in its words. */

@@ -1,8 +1,9 @@
-// The Explore page: asks for the numbers of the present settings and shows them; an old answer never replaces a newer one.
+// Explore page: requests the numbers of the present settings and shows them; an old answer never replaces a newer one.
 
 import { axis, draw, logAxis, plain, whenReady } from "./charts.js";
 import { build, complain, read, usual, write } from "./controls.js";
-import { $, ask, make, show, tell } from "./dom.js";
+import { $, ask, make, tell } from "./dom.js";
+import { writeNumber } from "./numbers.js";
 
 const WAIT = 25;
 const WAIT_FOR_EXPECTATION = 350;
@@ -76,7 +77,7 @@ const label = (name) => answer.columns[name].label;
 function render() {
   $("reading").replaceChildren(...answer.reading.map((sentence) => make("p", {}, sentence)), ...notes());
   renderCards();
-  renderCondensation();
+  renderConcentration();
   renderWeights();
   renderGradients();
   renderTable();
@@ -89,9 +90,9 @@ function render() {
 
 function notes() {
   const lost = Math.max(...names().map((name) => answer.columns[name].not_finite));
-  const texts = [];
-  if (lost) texts.push(`${lost} of ${answer.queries} queries have logits that are not finite; they are left out of the means.`);
-  return texts.map((text) => make("p", {}, text));
+  const sentences = [];
+  if (lost) sentences.push(`${lost} of ${answer.queries} queries have logits that are not finite; they are left out of the means.`);
+  return sentences.map((sentence) => make("p", {}, sentence));
 }
 
 function renderCards() {
@@ -103,10 +104,10 @@ function renderCards() {
       "figure",
       { class: "card", id: `card-${name}` },
       make("figcaption", {}, name === answer.chosen ? `${label(name)} (chosen)` : label(name)),
-      make("div", { class: "big" }, show(effective_keys >= 100 ? Math.round(effective_keys) : effective_keys, effective_keys >= 100 ? 6 : 3)),
-      make("div", { class: "of" }, `of ${answer.n} keys count (1/Σp²)`),
+      make("div", { class: "big" }, writeNumber(effective_keys >= 100 ? Math.round(effective_keys) : effective_keys, effective_keys >= 100 ? 6 : 3)),
+      make("div", { class: "of" }, `of ${answer.n} keys (effective keys 1/Σp²)`),
       make("div", { class: "plot", id: `histogram-${name}` }),
-      make("p", { class: "caption" }, `logits: σ = ${show(logit_std, 3)}` + (predicted === undefined ? "" : `, predicted ${show(predicted, 3)}`)),
+      make("p", { class: "caption" }, `logits: σ = ${writeNumber(logit_std, 3)}` + (predicted === undefined ? "" : `, predicted ${writeNumber(predicted, 3)}`)),
     );
     card.style.setProperty("--own", column.colour);
     return card;
@@ -120,8 +121,8 @@ function renderHistogram(name) {
   const { edges, density, at, predicted } = histogram;
   const middles = density.map((_, i) => (edges[i] + edges[i + 1]) / 2);
   const text =
-    `Histogram of the logits with ${label(name)}, from ${show(edges[0], 3)} to ${show(edges.at(-1), 3)}, ` +
-    `standard deviation ${show(values.logit_std, 3)}` + (at.length ? "; the line is the predicted normal density." : ".");
+    `Histogram of the logits with ${label(name)}, from ${writeNumber(edges[0], 3)} to ${writeNumber(edges.at(-1), 3)}, ` +
+    `standard deviation ${writeNumber(values.logit_std, 3)}` + (at.length ? "; the line is the predicted normal density." : ".");
   draw(
     `histogram-${name}`,
     text,
@@ -133,19 +134,19 @@ function renderHistogram(name) {
   );
 }
 
-function renderCondensation() {
+function renderConcentration() {
   const points = names().map((name) => ({ name, ...answer.columns[name].values, colour: answer.columns[name].colour }));
   const reach = Math.max(3, 1.08 * Math.max(...points.map((point) => point.saturation_index ?? 0)));
-  const where = (point) => `${label(point.name)} at ρ = ${show(point.saturation_index, 3)}, H/ln n = ${show(point.entropy_ratio, 3)}`;
-  const condensed = points.filter((point) => point.saturation_index > 1).map((point) => label(point.name));
-  $("condensation-title").textContent = condensed.length
-    ? `Past ρ = 1, where softmax condenses: ${condensed.join(", ")}`
-    : "All lie below ρ = 1: no softmax condenses";
+  const where = (point) => `${label(point.name)} at ρ = ${writeNumber(point.saturation_index, 3)}, H/ln n = ${writeNumber(point.entropy_ratio, 3)}`;
+  const concentrated = points.filter((point) => point.saturation_index > 1).map((point) => label(point.name));
+  $("concentration-title").textContent = concentrated.length
+    ? `Above ρ = 1, where a few keys dominate: ${concentrated.join(", ")}`
+    : "All lie below ρ = 1: the weights are spread over many keys";
   draw(
-    "condensation",
-    `Condensation diagram. ${points.map(where).join("; ")}.`,
+    "concentration",
+    `Concentration diagram. ${points.map(where).join("; ")}.`,
     (page) => [
-      { type: "scatter", mode: "lines", x: answer.law.rho, y: answer.law.entropy_ratio, line: { color: page.ink, width: 1.5, dash: "dot" }, hoverinfo: "skip" },
+      { type: "scatter", mode: "lines", x: answer.limit.rho, y: answer.limit.entropy_ratio, line: { color: page.ink, width: 1.5, dash: "dot" }, hoverinfo: "skip" },
       { type: "scatter", mode: "lines", x: expected?.rho ?? [], y: expected?.entropy_ratio ?? [], line: { color: page.soft, width: 3 }, opacity: 0.6, hoverinfo: "skip" },
       ...points.map((point) => ({
         type: "scatter", mode: "markers+text", x: [point.saturation_index], y: [point.entropy_ratio], text: [`  ${plain(label(point.name))}  `],
@@ -164,15 +165,15 @@ function renderCondensation() {
 
 function renderWeights() {
   const byKey = answer.experiment.source === "scores";
-  const largest = names().map((name) => `${label(name)} ${show(answer.columns[name].values.max_weight, 3)}`);
+  const largest = names().map((name) => `${label(name)} ${writeNumber(answer.columns[name].values.max_weight, 3)}`);
   $("ranked-title").textContent = `The largest weight: ${largest.join(", ")}`;
   $("ranked-caption").textContent = byKey
     ? "The weight of each key, by its score."
-    : "The typical (median) weight by rank, both axes logarithmic; dotted: 1/n, the same weight for all.";
+    : "Median weight by rank, both axes logarithmic; dotted: the uniform weight 1/n.";
   const scores = answer.experiment.scores;
   const floor = 1e-12;
   const text = byKey
-    ? names().map((name) => `${label(name)}: ${answer.columns[name].weights.by_key.map((p) => show(p, 3)).join(", ")}`).join("; ")
+    ? names().map((name) => `${label(name)}: ${answer.columns[name].weights.by_key.map((p) => writeNumber(p, 3)).join(", ")}`).join("; ")
     : `Weights in descending order. Largest weight: ${largest.join("; ")}.`;
   draw(
     "ranked",
@@ -207,10 +208,10 @@ function renderGradients() {
   const sizes = names().flatMap((name) => answer.columns[name].gradients).filter((value) => value !== null).map((value) => Math.log10(Math.max(value, floor)));
   const [low, high] = sizes.length ? [Math.min(...sizes) - 0.3, Math.max(...sizes) + 0.3] : [-1, 1];
   const medians = names().map((name) => answer.columns[name].values.grad_q_median);
-  $("gradients-title").textContent = `A typical query's gradient: ${names().map((name, i) => `${label(name)} ${show(medians[i], 2)}`).join(", ")}`;
+  $("gradients-title").textContent = `Median gradient of a query: ${names().map((name, i) => `${label(name)} ${writeNumber(medians[i], 2)}`).join(", ")}`;
   draw(
     "gradients",
-    `Gradient norms of single queries; medians: ${names().map((name, i) => `${label(name)} ${show(medians[i], 3)}`).join("; ")}.`,
+    `Gradient norms of single queries; medians: ${names().map((name, i) => `${label(name)} ${writeNumber(medians[i], 3)}`).join("; ")}.`,
     (page) => names().flatMap((name, i) => {
       const all = answer.columns[name].gradients;
       return [
@@ -256,9 +257,9 @@ function makeCell(name, quantity) {
   const cell = make(
     "td",
     { role: "cell", "data-scale": name, "data-quantity": quantity.key, "data-value": value, "data-predicted": predicted, "data-label": label(name) },
-    show(value),
+    writeNumber(value),
   );
-  if (predicted !== undefined && predicted !== null) cell.append(make("small", {}, `predicted ${show(predicted)}`));
+  if (predicted !== undefined && predicted !== null) cell.append(make("small", {}, `predicted ${writeNumber(predicted)}`));
   cell.style.setProperty("--own", answer.columns[name].colour);
   return cell;
 }
@@ -266,7 +267,7 @@ function makeCell(name, quantity) {
 function mark(preset) {
   for (const button of $("presets").children) button.setAttribute("aria-pressed", String(button.dataset.title === preset?.title));
   $("says").hidden = !preset;
-  if (preset) $("says").textContent = `“${preset.text}” says: ${preset.says}.`;
+  if (preset) $("says").textContent = `“${preset.source}” says: ${preset.says}.`;
 }
 
 function same(state, query) {

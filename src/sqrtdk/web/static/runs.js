@@ -1,10 +1,11 @@
-// The Runs page: the finished runs of a store and their curves, looked at again every two seconds.
+// Runs page: the finished runs of a store and their curves, read again every two seconds.
 
 import { axis, draw, plain, whenReady } from "./charts.js";
-import { $, ask, make, show, tell } from "./dom.js";
+import { $, ask, make, tell } from "./dom.js";
+import { writeNumber } from "./numbers.js";
 
 const EVERY = 2000;
-const FIRST_DRAWN = 24;
+const FIRST_PLOTTED = 24;
 const MOST_AT_ONCE = 64;
 const CURVES = {
   loss: "training loss", accuracy: "training accuracy", entropy_ratio: "entropy ratio H/ln n", saturation_index: "saturation index ρ",
@@ -16,7 +17,7 @@ let version = null;
 let runs = [];
 let running = [];
 const curves = new Map();
-const drawn = new Set();
+const plotted = new Set();
 const known = new Set();
 
 const scaleOf = (run) => String(run.row.scale ?? "");
@@ -32,7 +33,7 @@ function listed() {
   return runs.filter((run) => words.every((word) => `${nameOf(run)} ${run.status} ${run.row.task ?? ""}`.toLowerCase().includes(word)));
 }
 
-async function look() {
+async function poll() {
   try {
     const reply = await ask("/api/runs", version ? { version } : {});
     tell(null);
@@ -46,7 +47,7 @@ async function look() {
       runs = reply.runs;
       running = reply.running;
       for (const run of runs) {
-        if (!known.has(run.key) && drawn.size < FIRST_DRAWN) drawn.add(run.key);
+        if (!known.has(run.key) && plotted.size < FIRST_PLOTTED) plotted.add(run.key);
         known.add(run.key);
       }
       const counts = [...new Set(runs.map((run) => run.status))].map((status) => `${runs.filter((run) => run.status === status).length} ${status}`);
@@ -57,16 +58,16 @@ async function look() {
         : `The store has no finished run yet. New ones appear by themselves.${working}`;
       await refresh();
     }
-    document.body.dataset.looked = String(Number(document.body.dataset.looked ?? 0) + 1);
+    document.body.dataset.polls = String(Number(document.body.dataset.polls ?? 0) + 1);
   } catch (error) {
     tell(error);
   }
-  setTimeout(look, document.hidden ? 4 * EVERY : EVERY);
+  setTimeout(poll, document.hidden ? 4 * EVERY : EVERY);
 }
 
 async function refresh() {
   renderTable();
-  const wanted = [...drawn].filter((key) => !curves.has(key) && runs.some((run) => run.key === key));
+  const wanted = [...plotted].filter((key) => !curves.has(key) && runs.some((run) => run.key === key));
   for (let at = 0; at < wanted.length; at += MOST_AT_ONCE) {
     const reply = await ask("/api/curves", { keys: wanted.slice(at, at + MOST_AT_ONCE).join(",") });
     for (const [key, own] of Object.entries(reply.curves)) curves.set(key, own);
@@ -76,15 +77,15 @@ async function refresh() {
 
 function renderCurves() {
   const curve = $("curve").value;
-  const shown = listed().filter((run) => drawn.has(run.key) && curves.has(run.key));
+  const shown = listed().filter((run) => plotted.has(run.key) && curves.has(run.key));
   const every = [...shown, ...running.filter((run) => runs.every((one) => one.key !== run.key))];
   const groups = [...new Set(shown.map(groupOf))];
   const final = groups.map((group) => {
     const losses = shown.filter((run) => groupOf(run) === group).map((run) => run.row.final_loss ?? Infinity).sort((a, b) => a - b);
     const median = (losses[Math.floor((losses.length - 1) / 2)] + losses[Math.floor(losses.length / 2)]) / 2;
-    return `${group} ${Number.isFinite(median) ? show(median, 3) : "diverged"}`;
+    return `${group} ${Number.isFinite(median) ? writeNumber(median, 3) : "diverged"}`;
   });
-  $("curves-title").textContent = !shown.length && running.length ? "Training" : shown.length ? `Median held-out loss of what is drawn: ${final.join(", ")}` : "Nothing is drawn: tick a run below";
+  $("curves-title").textContent = !shown.length && running.length ? "Training" : shown.length ? `Median held-out loss of the plotted runs: ${final.join(", ")}` : "No run is plotted: tick a run below";
   $("curves-caption").textContent = `${CURVES[curve]} over training steps, ${shown.length} finished runs${running.length ? ` and ${running.length} in training (thick)` : ""}; colour: scaling policy, dash: start of the weights and learning rate.`;
   const styles = [...new Set(every.map(styleOf))].sort().reverse();
   const legend = new Set();
@@ -107,19 +108,19 @@ function renderCurves() {
 function renderTable() {
   const shown = listed();
   $("listed").textContent = `${shown.length} of ${runs.length} runs listed`;
-  const head = ["draw", "scale", "dₖ", "init", "learning rate", "seed", "status", "held-out loss", "accuracy", "solved", "finished"].map((name) => make("th", { scope: "col" }, name));
+  const head = ["plot", "scale", "dₖ", "init", "learning rate", "seed", "status", "held-out loss", "accuracy", "solved", "finished"].map((name) => make("th", { scope: "col" }, name));
   const rows = shown.map((run) => {
-    const box = make("input", { type: "checkbox", "aria-label": `draw ${nameOf(run)}` });
-    box.checked = drawn.has(run.key);
+    const box = make("input", { type: "checkbox", "aria-label": `plot ${nameOf(run)}` });
+    box.checked = plotted.has(run.key);
     box.addEventListener("change", () => {
-      if (box.checked) drawn.add(run.key);
-      else drawn.delete(run.key);
+      if (box.checked) plotted.add(run.key);
+      else plotted.delete(run.key);
       refresh().catch(tell);
     });
     const { row } = run;
     const scale = make("td", {}, make("span", { class: "dot" }), scaleOf(run));
     scale.firstChild.style.setProperty("--own", run.colour);
-    const number = (name, value) => make("td", { class: "number", "data-quantity": name, "data-value": value }, typeof value === "number" ? show(value) : value ?? "–");
+    const number = (name, value) => make("td", { class: "number", "data-quantity": name, "data-value": value }, typeof value === "number" ? writeNumber(value) : value ?? "–");
     return make("tr", { "data-key": run.key }, make("td", {}, box), scale, number("d_k", row.d_k), make("td", {}, row.init ?? ""), number("lr", row.lr), number("seed", row.seed), make("td", {}, row.message ? `${run.status}: ${row.message}` : run.status), number("final_loss", row.final_loss), number("final_accuracy", row.final_accuracy), make("td", {}, row.solved ? "yes" : "no"), make("td", {}, new Date(1000 * run.finished).toLocaleString()));
   });
   $("runs").replaceChildren(make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...rows));
@@ -132,14 +133,14 @@ async function start() {
   $("logarithmic").addEventListener("change", renderCurves);
   $("filter").addEventListener("input", () => refresh().catch(tell));
   $("all").addEventListener("click", () => {
-    listed().forEach((run) => drawn.add(run.key));
+    listed().forEach((run) => plotted.add(run.key));
     refresh().catch(tell);
   });
   $("none").addEventListener("click", () => {
-    drawn.clear();
+    plotted.clear();
     refresh().catch(tell);
   });
-  await look();
+  await poll();
 }
 
 start().catch(tell);

@@ -1,0 +1,1 @@
+"""Engines for arrays, and the function that chooses one for a call."""

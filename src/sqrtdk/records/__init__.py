@@ -1,0 +1,1 @@
+"""Records of runs and audits, and the files that come with sqrtdk."""

@@ -1,0 +1,6 @@
+"""Results of the literature on attention's scale, computed again: each states what it expects before it runs."""
+
+from sqrtdk.reproductions import exact as exact  # adds its reproductions to the list
+from sqrtdk.reproductions.reproduction import REPRODUCTIONS, Reproduction, list_expectations, reproduce
+
+__all__ = ["REPRODUCTIONS", "Reproduction", "list_expectations", "reproduce"]

@@ -1,0 +1,1 @@
+"""Tables for print and notebook, and progress on a terminal."""

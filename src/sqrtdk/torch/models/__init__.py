@@ -1,0 +1,1 @@
+"""Audits of whole models: declared scales, inputs, effects of single heads."""

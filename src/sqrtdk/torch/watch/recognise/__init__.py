@@ -1,0 +1,1 @@
+"""Follows the tensors of a running model and recognises its attention calls."""

@@ -1,0 +1,1 @@
+"""Vocabulary of everything that is printed: numbers, names of quantities, names of settings."""

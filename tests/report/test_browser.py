@@ -1,0 +1,282 @@
+"""The report in a real browser: offline, without errors, with the numbers of Python; narrow, dark, on paper."""
+
+import json
+import re
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from browser import open_browser, open_page
+from example_records import NASTY, every_kind, make_ablation, make_claims
+from sqrtdk.audits.shipped import read_shipped
+from sqrtdk.report import render_report
+from sqrtdk.report.try_it import RANGES, TryIt, measure_try_it
+
+pytestmark = pytest.mark.long
+
+MOVE = """([name, place]) => {
+  const slider = document.querySelector(`#try-it input[data-name=${name}]`);
+  slider.value = place;
+  slider.dispatchEvent(new Event("input", { bubbles: true }));
+}"""
+READ = """() => [...document.querySelectorAll("#try-it output[data-column]")].map(
+  (one) => [one.dataset.column, one.dataset.quantity, Number(one.dataset.value), one.textContent])"""
+
+
+@cache
+def story():
+    return {name: record for name, record in every_kind().items() if name not in ("bench", "explain")}
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with open_browser() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory):
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    path.write_text(render_report(story()), encoding="utf-8")
+    return path.as_uri()
+
+
+def test_it_opens_from_a_file_without_requests_and_errors(browser, address):
+    with open_page(browser, offline=True) as (page, errors, requests):
+        page.goto(address)
+        plots = page.locator("section > .exhibit .plot, .exhibit .plot")
+        assert plots.count() >= 11
+        assert page.locator(".exhibit .plot .main-svg").count() >= plots.count()
+        assert page.locator("details.more .main-svg").count() == 0, "folded figures are drawn when they are unfolded"
+        for fold in page.locator("details").all():
+            if fold.is_visible():
+                fold.locator("summary").first.click()
+        page.wait_for_function("document.querySelectorAll('.plot:not(:has(.main-svg))').length === 0")
+        assert errors == []
+        assert requests == []
+
+
+def assert_same_numbers(page, state):
+    expected = measure_try_it(state)
+    shown = page.evaluate(READ)
+    assert len(shown) == sum(map(len, expected.values()))
+    for column, name, value, text in shown:
+        truth = expected[column][name]
+        assert abs(value - truth) <= 1e-9 * max(1.0, abs(truth)), (state, column, name)
+        assert text, "what a test reads in an attribute, a reader reads in words"
+        number = re.fullmatch(r"−?(\d+\.?\d*)", text)
+        if number:
+            assert float(text.replace("−", "-")) == pytest.approx(truth, rel=1e-3)
+
+
+@pytest.mark.parametrize("policy", ["none", "sqrt", "inverse"])
+def test_every_slider_at_both_ends_shows_the_numbers_of_python(browser, address, policy):
+    with open_page(browser) as (page, errors, _):
+        page.goto(address)
+        page.check(f"#try-it input[value={policy}]")
+        assert_same_numbers(page, TryIt(policy=policy))
+        for name, values in RANGES.items():
+            before = page.locator(f"input[data-name={name}]").input_value()
+            for place in (0, len(values) - 1):
+                page.evaluate(MOVE, [name, place])
+                assert_same_numbers(page, replace(TryIt(policy=policy), **{name: values[place]}))
+            page.evaluate(MOVE, [name, before])
+        assert errors == []
+
+
+def test_sliders_at_their_ends_together_and_other_samples(browser, address):
+    with open_page(browser) as (page, errors, _):
+        page.goto(address)
+        for ends in ((0, 0, 0, 0), (-1, -1, -1, -1), (-1, 0, 0, -1), (0, -1, -1, 0), (-1, -1, 0, 0)):
+            chosen = {name: values[end] for (name, values), end in zip(RANGES.items(), ends, strict=True)}
+            for name, value in chosen.items():
+                page.evaluate(MOVE, [name, RANGES[name].index(value)])
+            assert_same_numbers(page, TryIt(**chosen))
+        page.click("text=another sample")
+        assert_same_numbers(page, replace(TryIt(**chosen), seed=TryIt().seed + 1))
+        page.click("text=reset")
+        assert_same_numbers(page, TryIt())
+        assert errors == []
+
+
+def test_sliders_obey_the_keyboard_and_say_their_value(browser, address):
+    with open_page(browser) as (page, _, _):
+        page.goto(address)
+        slider = page.get_by_label("dₖ, length of q and k")
+        slider.focus()
+        page.keyboard.press("Home")
+        assert slider.get_attribute("aria-valuetext") == "1"
+        page.keyboard.press("End")
+        assert slider.get_attribute("aria-valuetext") == "512"
+        assert "dₖ = 512" in page.locator(".try-says").inner_text()
+        assert page.locator(".try-says").get_attribute("aria-live") == "polite"
+
+
+def test_a_move_answers_within_a_few_frames(browser, address):
+    with open_page(browser) as (page, _, _):
+        page.goto(address)
+        page.evaluate(MOVE, ["d_k", len(RANGES["d_k"]) - 1])
+        milliseconds = page.evaluate(
+            f"() => {{ const began = performance.now(); ({MOVE})(['d_k', 5]); return performance.now() - began; }}"
+        )
+        assert milliseconds < 100
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_scrolls_in_one_direction_only(browser, address, scheme):
+    with open_page(browser, viewport={"width": 390, "height": 844}, color_scheme=scheme) as (page, errors, _):
+        page.goto(address)
+        page.wait_for_selector(".main-svg")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        for fold in page.locator("details").all():
+            if fold.is_visible():
+                fold.locator("summary").first.click()
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        cards = page.locator(".card")
+        assert all(card.bounding_box()["width"] <= 390 for card in cards.all() if card.is_visible())
+        assert errors == []
+
+
+def luminance(colour):
+    red, green, blue = (int(value) / 255 for value in re.findall(r"\d+", colour)[:3])
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_dark_pages_are_dark_and_their_figures_readable(browser, address):
+    with open_page(browser, color_scheme="dark") as (page, _, _):
+        page.goto(address)
+        page.wait_for_selector(".xtick text")
+        style = "(query, name) => getComputedStyle(document.querySelector(query))[name]"
+        assert luminance(page.evaluate(f"() => ({style})('body', 'backgroundColor')")) < 0.1
+        for query, name in (
+            ("body", "color"),
+            (".xtick text", "fill"),
+            (".try-charts text", "fill"),
+            (".card", "color"),
+        ):
+            assert luminance(page.evaluate(f"() => ({style})('{query}', '{name}')")) > 0.4, query
+
+
+def test_thirteen_pages_of_paper_are_enough(browser, tmp_path):
+    path = tmp_path / "report.html"
+    # As many claims of each verdict as `sqrtdk claims` has, about as long as they are.
+    claim = make_claims(why=f"{'because ' * 12}. {'More ' * 24}").tables["claims"][0] | {"computed": "0.123, " * 40}
+    rows = [
+        {**claim, "id": f"soft.{index}", "verdict": verdict}
+        for index, verdict in enumerate(["wrong"] * 8 + ["depends"] * 18 + ["undecided"] + ["holds"] * 25)
+    ]
+    claims = replace(make_claims(), tables={**make_claims().tables, "claims": rows})
+    ablation = make_ablation(lrs=(3e-4, 1e-3), inits=("unit", "rescaled"))
+    learned = [{**row, "temperature_by_layer": [1.2, 0.9]} for row in make_ablation().tables["best"]]
+    runs = [{**row, "temperatures": [1.2, 0.9]} for row in make_ablation().tables["runs"]]
+    temperatures = replace(make_ablation(), tables={**make_ablation().tables, "best": learned, "runs": runs})
+    path.write_text(render_report([*story().values(), claims, ablation, temperatures]), encoding="utf-8")
+    with open_page(browser, viewport={"width": 1280, "height": 900}) as (page, _, _):
+        page.goto(path.as_uri())
+        page.wait_for_selector(".main-svg")
+        paper = page.pdf(format="A4")
+        assert 5 <= len(re.findall(rb"/Type\s*/Page\b", paper)) <= 13
+        page.emulate_media(media="print")
+        assert not page.locator("#try-it input").first.is_visible()
+
+
+def test_the_data_of_a_figure_can_be_saved(browser, address, tmp_path):
+    with open_page(browser, accept_downloads=True) as (page, errors, requests):
+        page.goto(address)
+        exhibit = page.locator("#variance .exhibit")
+        exhibit.locator("summary").click()
+        for kind in ("csv", "json"):
+            with page.expect_download() as waiting:
+                exhibit.locator(f"button[data-save={kind}]").click()
+            waiting.value.save_as(tmp_path / waiting.value.suggested_filename)
+        rows = every_kind()["variance"].tables["variance"]
+        lines = (tmp_path / "variance-variance.csv").read_text().splitlines()
+        assert lines[0].split(",") == list(rows[0])
+        assert float(lines[1].split(",")[3]) == rows[0]["measured"]
+        assert json.loads((tmp_path / "variance.json").read_text()) == every_kind()["variance"].as_json()
+        assert errors == []
+        assert [one for one in requests if not one.startswith("blob:")] == []
+
+
+def test_a_legend_hides_and_shows_its_lines(browser, address):
+    with open_page(browser) as (page, _, _):
+        page.goto(address)
+        button = page.locator("#answer .legend button").first
+        button.click()
+        assert button.get_attribute("aria-pressed") == "false"
+        assert page.evaluate("document.querySelector('#answer .plot').data[0].visible") is False
+        button.click()
+        assert page.evaluate("document.querySelector('#answer .plot').data[0].visible") is True
+
+
+MARKUP = (
+    NASTY,
+    "<img src=x onerror=alert(1)>",
+    "<svg onload=alert(1)>",
+    "<svg><script>alert(1)</script></svg>",
+    "'-alert(1)-'",
+    "javascript:alert(1)",
+    "</title><script>alert(1)</script>",
+    "<a href='javascript:alert(1)'>x</a>",
+    "<!--<script>alert(1)</script>",
+    "</details></section><iframe srcdoc='<script>alert(1)</script>'>",
+)
+WRAPPINGS = ("{}", '">{}', "'>{}", "</script>{}", "`{}` W_q 1/√dₖ 1e-05")
+HOSTILE = [wrapping.format(markup) for markup in MARKUP for wrapping in WRAPPINGS]
+
+
+def hostile_records():
+    """Records and an audit in which every name that could come from outside is an attack."""
+    names = iter(HOSTILE * 200)
+    claims = [
+        {
+            **make_claims(next(names)).tables["claims"][index % 6],
+            "id": name,
+            "claimed": name,
+            "computed": name,
+            "source": name,
+        }
+        for index, name in enumerate(HOSTILE)
+    ]
+    texts = [{"source": name, "title": name} for name in HOSTILE]
+    zoo, ablation = every_kind()["zoo"], make_ablation()
+    families = [{**row, "family": next(names)} for row in zoo.tables["families"]]
+
+    def rename(rows):
+        return [{**row, "scale": NASTY, "init": NASTY} if row["scale"] == "inverse" else row for row in rows]
+
+    records = [
+        replace(make_claims(), tables={"claims": claims, "texts": texts}),
+        replace(zoo, tables={**zoo.tables, "families": families}, reading=HOSTILE[:3], headline=NASTY),
+        replace(
+            ablation,
+            spec={**ablation.spec, "task": NASTY},
+            tables={name: rename(rows) for name, rows in ablation.tables.items()},
+            curves={"runs": rename(ablation.curves["runs"])},
+        ),
+        replace(every_kind()["bench"], cpu=NASTY, versions={NASTY: NASTY}, reading=HOSTILE),
+    ]
+    audit = read_shipped("minilm")
+    heads = [replace(head, layer=next(names), pattern=next(names)) for head in audit.heads]
+    about = dict.fromkeys(("command", "input", "date", "name", "model"), NASTY)
+    return records, replace(audit, heads=heads, about=about)
+
+
+def test_fifty_hostile_names_do_not_execute(browser, tmp_path):
+    assert len(set(HOSTILE)) == 50
+    records, audit = hostile_records()
+    path = tmp_path / "report.html"
+    path.write_text(render_report(records, command=NASTY, audit=audit, full=True), encoding="utf-8")
+    with open_page(browser) as (page, errors, requests):
+        alerts = []
+        page.on("dialog", lambda dialog: (alerts.append(dialog.message), dialog.dismiss()))
+        page.goto(path.as_uri())
+        page.wait_for_selector(".main-svg")
+        for plot in page.locator(".exhibit .plot").all():
+            plot.hover()
+        assert page.locator(".card").count() == 50
+        assert alerts == []
+        assert errors == []
+        assert requests == []
+        assert page.locator("iframe, img, a[href^=javascript]").count() == 0
