@@ -202,6 +202,56 @@ bool backward(SQRTDK_PARAMETERS nb::handle saved_array, nb::handle output_array,
     return true;
 }
 
+// Adds up rows per head. Arrays are contiguous and of the dtypes of sqrtdk::Summary; counts and measures are [., B, H,
+// L].
+void summarise(nb::handle counts_array, nb::handle measures_array, nb::handle present_array, nb::handle positions_array,
+               int64_t keys, int64_t farthest, nb::handle next_edge_array, nb::handle edges_below_array,
+               nb::handle count_array, nb::handle moments_array, nb::handle ends_array, nb::handle filled_array,
+               nb::handle numbers_array, nb::handle offsets_array, nb::handle share_sum_array,
+               nb::handle sequences_array) {
+    constexpr int readable = PyBUF_C_CONTIGUOUS;
+    const View counts(counts_array, readable), measures(measures_array, readable), present(present_array, readable);
+    const View positions(positions_array, readable), next_edge(next_edge_array, readable);
+    const View edges_below(edges_below_array, readable), count(count_array, writable), moments(moments_array, writable);
+    const View ends(ends_array, writable), filled(filled_array, writable), numbers(numbers_array, writable);
+    const View offsets(offsets_array, writable), share_sum(share_sum_array, writable);
+    const View sequences(sequences_array, writable);
+    const int64_t batch = counts.size(3), heads = counts.size(2), queries = counts.size(1);
+    const int64_t groups = count.size(1) * count.size(2);
+    double* const first = static_cast<double*>(moments.data());  // [4, statistics, heads]
+    const sqrtdk::Summary call{
+        batch,
+        heads,
+        queries,
+        statistics_at(static_cast<double*>(measures.data()), static_cast<int64_t*>(counts.data()),
+                      batch * heads * queries, 0),
+        static_cast<const uint8_t*>(present.data()),
+        static_cast<const int64_t*>(positions.data()),
+        keys,
+        farthest,
+        next_edge.size(1),
+        static_cast<const double*>(next_edge.data()),
+        static_cast<const int16_t*>(edges_below.data()),
+        static_cast<int64_t*>(count.data()),
+        first,
+        first + groups,
+        first + 2 * groups,
+        first + 3 * groups,
+        static_cast<int64_t*>(ends.data()),
+        static_cast<int16_t*>(filled.data()),
+        static_cast<int64_t*>(numbers.data()),
+        static_cast<int64_t*>(offsets.data()),
+        static_cast<double*>(share_sum.data()),
+        static_cast<int64_t*>(sequences.data()),
+    };
+    sqrtdk::Status status;
+    {
+        const ReleasedGil released;
+        status = sqrtdk::summarise(call);
+    }
+    raise_unless_ok(status, "");
+}
+
 nb::tuple make_tuple(std::initializer_list<const char*> names) {
     nb::list result;
     for (const char* name : names) {
@@ -241,6 +291,12 @@ NB_MODULE(_kernel, module) {
     module.attr("CALL_FIELDS") = make_tuple({SQRTDK_CALL_FIELDS(SQRTDK_FIELD_TEXT)});
     module.attr("ROW_GRADIENTS") = make_tuple({SQRTDK_ROW_GRADIENTS(SQRTDK_TEXT)});
     module.attr("ROW_FIELDS") = make_tuple({SQRTDK_ROW_COUNTS(SQRTDK_TEXT) SQRTDK_ROW_MEASURES(SQRTDK_TEXT)});
+    module.attr("SUMMARISED") = make_tuple({SQRTDK_SUMMARISED(SQRTDK_TEXT)});
+    module.def("summarise", &summarise, nb::arg("counts"), nb::arg("measures"), nb::arg("present").none(),
+               nb::arg("positions").none(), nb::arg("keys"), nb::arg("farthest"), nb::arg("next_edge"),
+               nb::arg("edges_below"), nb::arg("count"), nb::arg("moments"), nb::arg("ends"), nb::arg("filled"),
+               nb::arg("numbers"), nb::arg("offsets"), nb::arg("share_sum"), nb::arg("sequences"),
+               "Moments, histograms and most attended keys of rows, per head.");
     module.def("levels", &list_levels, "The CPU levels compiled in, best first: (name, runs here).");
     module.def("best_level", [] { return sqrtdk::best_level(); }, "The best level that runs here.");
     module.def("probe_fma", &sqrtdk::probe_fma, nb::arg("level"), nb::arg("threads"), nb::call_guard<ReleasedGil>(),

@@ -148,6 +148,42 @@ struct Backward : Problem {
     Gradients gradients;
 };
 
+// The statistics that a summary holds, in order: those of `SUMMARISED` in summary/heads.py; a module with others is not
+// used for summaries.
+#define SQRTDK_SUMMARISED(X) \
+    X(entropy)               \
+    X(entropy_ratio)         \
+    X(saturation_index)      \
+    X(max_weight)            \
+    X(effective_keys)        \
+    X(sum_p2)                \
+    X(jacobian_trace)        \
+    X(jacobian_norm)         \
+    X(max_logit) X(logit_mean) X(logit_variance) X(score_max) X(score_variance) X(sink_weight) X(visible_keys)
+
+// Rows [batch, heads, queries], contiguous, to be added up per head. Results are by statistic and head: HeadSummary in
+// summary/heads.py says what they mean.
+struct Summary {
+    int64_t batch, heads, queries;
+    Statistics rows;             // only read
+    const uint8_t* present;      // [batch, queries], 0 leaves a row out; or null
+    const int64_t* positions;    // of the queries among the keys [batch, queries]; or null
+    int64_t keys;                // every max_key is below
+    int64_t farthest;            // offsets that are counted one by one
+    int64_t bins;                // of a histogram
+    const double* next_edge;     // [bins]: the numbers of a bin are below
+    const int16_t* edges_below;  // [2^16], by the upper half of a float32: the edges below all numbers that round to it
+    int64_t* count;              // [statistics, heads], and so the next four
+    double *mean, *m2, *least, *largest;
+    int64_t* ends;       // [statistics * heads + 1]: where the entries of each group begin and end
+    int16_t* filled;     // bins that are not empty, at most min(batch * queries, bins) of a group
+    int64_t* numbers;    // how many numbers each of them has
+    int64_t* offsets;    // [heads, 2 * farthest + 3]
+    double* share_sum;   // [heads]
+    int64_t* sequences;  // [heads]
+};
+Status summarise(const Summary& call);
+
 // Run one pass on the named CPU level. Inputs are only read.
 Status forward(const Forward& call, const char* level);
 Status backward(const Backward& call, const char* level);

@@ -12,9 +12,27 @@ from hypothesis import strategies as st
 from rows_of_noise import statistics_of_noise, take
 from sqrtdk import AttentionStatistics, HeadSummary, SqrtdkError, attention
 from sqrtdk.statistics import ROW_FIELDS
-from sqrtdk.summary import BIN_EDGES, FARTHEST, SUMMARISED, Moments
+from sqrtdk.summary import BIN_EDGES, FARTHEST, SUMMARISED, Moments, heads
 from sqrtdk.summary.heads import RowBlock, join_blocks, summarise
+from sqrtdk.summary.in_kernel import summarise_rows
 from sqrtdk.summary.moments import find_bins
+
+
+@pytest.fixture(autouse=True, params=["kernel", "numpy"])
+def computed_by(request, monkeypatch):
+    """Every test runs with the kernel, which must be there, and without it."""
+    if request.param == "numpy":
+        monkeypatch.setattr(heads, "summarise_rows", lambda *arguments: None)
+    else:
+        compute = heads.summarise_rows
+
+        def require(*arguments):
+            found = compute(*arguments)
+            assert found is not None
+            return found
+
+        monkeypatch.setattr(heads, "summarise_rows", require)
+    return request.param
 
 
 def entries_of(rows, at):
@@ -298,3 +316,54 @@ def test_a_summary_takes_space_for_the_bins_that_are_filled():
     for _ in range(40):
         summary = summary.merge(summary)
         assert len(pickle.dumps(summary)) < 150_000
+
+
+def random_block(seed):
+    """Return a block of any shape whose numbers are ordinary, extreme, NaN or infinite, with rows that see nothing."""
+    rng = np.random.default_rng(seed)
+    batch, number, queries = (int(size) for size in rng.integers([0, 1, 0], [5, 4, 40]))
+    shape = (batch, number, queries)
+    counts = np.stack([rng.integers(0, 30, shape), rng.integers(-1, 30, shape)])
+    measures = rng.random((11, *shape)) * 10.0 ** rng.integers(-30, 30, (11, *shape))
+    kind = rng.integers(0, 12 if seed % 2 else 300, measures.shape)
+    for at, special in enumerate((np.nan, np.inf, -np.inf, 0.0, 1e308, -1e308, 5e-324)):
+        measures[kind == at] = special
+    if seed % 3 == 0:
+        measures[3:6] = rng.random((3, *shape))  # weights as they are in attention
+    present = rng.random((batch, queries)) < (0.7 if seed % 5 else 1.0)
+    positions = rng.integers(-100, 100, (batch, queries)) if seed % 4 else None
+    return RowBlock(counts, measures, positions, present, int(present.sum()))
+
+
+@pytest.mark.parametrize("computed_by", ["kernel"], indirect=True)
+@pytest.mark.parametrize("seed", range(60))
+def test_the_kernel_counts_as_numpy_does(seed):
+    block = random_block(seed)
+    with np.errstate(all="ignore"):
+        (own,) = summarise([block])
+        (defined,) = heads._summarise_alike([block])
+    assert own.max_keys == defined.max_keys
+    np.testing.assert_array_equal(own.rows_seen, defined.rows_seen)
+    for name in SUMMARISED:
+        one, other = own[name], defined[name]
+        for exact in ("count", "left_out"):
+            np.testing.assert_array_equal(getattr(one, exact), getattr(other, exact), err_msg=name)
+        for close in ("least", "largest"):  # logarithms may differ in their last bit
+            np.testing.assert_allclose(getattr(one, close), getattr(other, close), rtol=1e-15, err_msg=name)
+        apart = np.abs(one.histogram.cumsum(axis=-1) - other.histogram.cumsum(axis=-1)).sum()
+        assert apart <= (2 if name in ("entropy_ratio", "saturation_index") else 0), name
+        size = np.maximum(np.abs(other.largest), np.abs(other.least))
+        some = (other.count > 0) & (size < 1e150)  # sums of squares of larger numbers overflow
+        size = size[some]
+        assert (np.abs(one.mean[some] - other.mean[some]) <= 1e-13 * size).all(), name
+        assert (np.abs(one.m2[some] - other.m2[some]) <= 1e-12 * size**2 * other.count[some]).all(), name
+        assert np.isnan(one.mean[other.count == 0]).all(), name
+
+
+@pytest.mark.parametrize("computed_by", ["numpy"], indirect=True)
+def test_keys_far_away_are_counted_without_the_kernel():
+    rows = statistics_of_noise(0, 2, 9)
+    far = dataclasses.replace(rows, max_key=rows.max_key + (1 << 40))
+    assert summarise_rows(SUMMARISED, FARTHEST, *RowBlock.of(far)[:4]) is None
+    assert summarise_rows(SUMMARISED, FARTHEST, *RowBlock.of(rows)[:4]) is not None
+    assert HeadSummary.of(far).max_keys.offsets[:, -1].sum() == rows.max_key.size

@@ -14,11 +14,11 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from importlib import import_module
 from types import ModuleType, TracebackType
 from typing import Any, NamedTuple
 
 from sqrtdk import checks
+from sqrtdk.compiled import load_kernel
 from sqrtdk.errors import InvalidTypeError, InvalidValueError, unknown_name, warn
 from sqrtdk.operation.call import FIELDS
 from sqrtdk.operation.cpus import count_cpus
@@ -235,13 +235,9 @@ def _require_running(argument: str, name: Any) -> None:
 
 def _load_kernel() -> tuple[ModuleType | None, str | None]:
     """Return the compiled kernel and None, or None and the reason why it is missing."""
-    try:
-        kernel = import_module("sqrtdk._kernel")
-    except ImportError as error:
-        # Some installations have no kernel; a kernel that cannot be loaded is a fault, which its error names.
-        if isinstance(error, ModuleNotFoundError) and error.name == "sqrtdk._kernel":
-            return None, "it was not compiled at installation"
-        return None, f"it cannot be loaded: {error}"
+    kernel, reason = load_kernel()
+    if kernel is None:
+        return None, reason
     # Arguments and statistics are passed by position: another order would give wrong numbers.
     if (tuple(FIELDS), ROW_FIELDS) != (kernel.CALL_FIELDS, kernel.ROW_FIELDS):
         return None, "it was compiled from other sources: its fields of a call or statistics of a row are not these"

@@ -15,6 +15,7 @@ from sqrtdk import checks
 from sqrtdk.errors import InvalidTypeError, InvalidValueError, unknown_name
 from sqrtdk.show.table import Shown, Table, count, shade_sharpness
 from sqrtdk.statistics import ROW_FIELDS, AttentionStatistics, same_bits
+from sqrtdk.summary.in_kernel import summarise_rows
 from sqrtdk.summary.moments import Moments
 from sqrtdk.wording.numbers import write_number
 
@@ -298,11 +299,16 @@ def _join(blocks: list[RowBlock]) -> RowBlock:
 
 
 def summarise(blocks: Sequence[RowBlock]) -> list[HeadSummary]:
-    """Return a summary of each block; blocks of the same shape are computed together."""
+    """Return a summary of each block: by the kernel, or in NumPy, where blocks of the same shape go together."""
+    summaries: dict[int, HeadSummary] = {}
+    for at, block in enumerate(blocks):
+        compiled = summarise_rows(SUMMARISED, FARTHEST, *block[:4])
+        if compiled is not None:
+            summaries[at] = _complete(block, compiled[0], MaxKeys(*compiled[1]))
     alike: dict[Any, list[int]] = {}
     for at, block in enumerate(blocks):
-        alike.setdefault((block.counts.shape, block.positions is None), []).append(at)
-    summaries: dict[int, HeadSummary] = {}
+        if at not in summaries:
+            alike.setdefault((block.counts.shape, block.positions is None), []).append(at)
     for places in alike.values():
         step = max(_AT_ONCE // max(blocks[places[0]].rows, 1), 1)
         for first in range(0, len(places), step):
@@ -351,9 +357,13 @@ def _summarise_alike(blocks: list[RowBlock]) -> Iterator[HeadSummary]:
     positions = [block.positions for block in blocks if block.positions is not None]
     keys = _find_max_keys(rows, present, _stack(positions, 0) if positions else None)
     for at, (block, own) in enumerate(zip(blocks, moments, strict=True)):
-        heads = block.counts.shape[2]
-        rows_seen, rows_in_all = (np.full(heads, number) for number in (block.present.sum(), block.rows_in_all))
-        yield HeadSummary(own, rows_seen, rows_in_all, MaxKeys(*(array[at] for array in keys)))
+        yield _complete(block, own, MaxKeys(*(array[at] for array in keys)))
+
+
+def _complete(block: RowBlock, moments: Moments, keys: MaxKeys) -> HeadSummary:
+    heads = block.counts.shape[2]
+    rows_seen, rows_in_all = (np.full(heads, number) for number in (block.present.sum(), block.rows_in_all))
+    return HeadSummary(moments, rows_seen, rows_in_all, keys)
 
 
 def _measure(rows: AttentionStatistics, present: Array, names: Sequence[str]) -> Moments:

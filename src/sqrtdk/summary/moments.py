@@ -23,14 +23,15 @@ Array = npt.NDArray[Any]
 _DECADES = np.geomspace(1e-3, 1e9, 12 * 80 + 1)
 BIN_EDGES = np.concatenate([-_DECADES[::-1], _DECADES])
 BINS = len(BIN_EDGES) + 1
-_NEXT_EDGE = np.append(BIN_EDGES, np.inf)
+NEXT_EDGE = np.append(BIN_EDGES, np.inf)
+"""The edge above each bin."""
 
 # From this many numbers per group on, counting into all bins is faster than sorting.
 _FEW = 256
 
 
 @cache
-def _edges_below() -> Array:
+def count_edges_below() -> Array:
     """Return, by the upper half of a float32, how many edges lie below all float64 numbers that round to it.
 
     Such numbers lie within 0.8% of each other, or within 1e-38 of zero, so there is at most one edge among them.
@@ -52,8 +53,8 @@ def find_bins(values: Array) -> Array:
     """
     with np.errstate(over="ignore"):
         rounded = np.ascontiguousarray(values, np.float32)
-    bins = _edges_below().take(rounded.view(np.uint32) >> np.uint32(16))
-    bins += _NEXT_EDGE.take(bins) <= values
+    bins = count_edges_below().take(rounded.view(np.uint32) >> np.uint32(16))
+    bins += NEXT_EDGE.take(bins) <= values
     return np.asarray(bins)
 
 
@@ -283,7 +284,7 @@ class Moments(Shown):
         bins = (cumulative >= np.maximum(np.ceil(probability * self.count), 1)[..., None]).argmax(axis=-1)
         some = self.count > 0
         low = np.where(some, np.maximum(lower[bins], self.least), np.nan)
-        high = np.where(some, np.minimum(_NEXT_EDGE[bins], self.largest), np.nan)
+        high = np.where(some, np.minimum(NEXT_EDGE[bins], self.largest), np.nan)
         return np.asarray(low + 0.5 * (high - low))
 
 
