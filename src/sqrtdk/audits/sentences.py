@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from sqrtdk.diagnosis.findings import SEVERITIES, Finding
 from sqrtdk.diagnosis.patterns import ENOUGH_KEYS, ENOUGH_ROWS, NOT_ENOUGH_DATA
 from sqrtdk.diagnosis.scale_rules import scale_tolerance
+from sqrtdk.scales import default_factor
 from sqrtdk.show.table import count
 from sqrtdk.wording.numbers import write_number
 from sqrtdk.wording.quantities import SPREAD_FACTORS
@@ -56,7 +57,7 @@ def name_scale(scale: AuditedScale) -> str:
     if scale.measured is None:
         return "unknown"
     tolerance = scale_tolerance(scale.dtype)
-    for name, value in (("1/√dₖ", scale.d_k**-0.5), ("1", 1.0), ("1/dₖ", 1.0 / scale.d_k)):
+    for name, value in (("1/√dₖ", default_factor(scale.d_k)), ("1", 1.0), ("1/dₖ", 1.0 / scale.d_k)):
         if math.isclose(scale.measured, value, rel_tol=tolerance):
             return name
     return write_number(scale.measured)

@@ -11,6 +11,7 @@ from sqrtdk import checks
 from sqrtdk.diagnosis.findings import Finding, Severity, Threshold
 from sqrtdk.diagnosis.precision import PRECISIONS, name_dtype
 from sqrtdk.errors import InvalidTypeError, InvalidValueError
+from sqrtdk.scales import default_factor
 
 __all__ = ["SCALE_RULES", "SCALE_TOLERANCE", "judge_scales", "scale_tolerance"]
 
@@ -111,7 +112,7 @@ def _same(one: float, two: float, tolerance: float) -> bool:
 
 
 def _judge_layer(layer: _LayerScale) -> list[Finding]:
-    usual, tolerance = 1.0 / math.sqrt(layer.d_k), layer.tolerance
+    usual, tolerance = default_factor(layer.d_k), layer.tolerance
     where = (layer.layer, layer.layer_index, None)
     if layer.declared is not None:
         if _same(layer.measured, layer.declared, tolerance):
@@ -158,7 +159,7 @@ def _explain(layer: _LayerScale) -> str:
         return "The scale is 1/dₖ: that of muP, or 1/√dₖ applied twice."
     dimensions = 1.0 / measured**2 if measured > 0 else 0.0
     whole = round(dimensions) if dimensions < 1e6 else 0
-    if whole > 1 and _same(measured, 1.0 / math.sqrt(whole), SCALE_TOLERANCE):
+    if whole > 1 and _same(measured, default_factor(whole), SCALE_TOLERANCE):
         return f"The scale is 1/√{whole}, that of {whole} dimensions instead of {d_k}."
     return f"The product is multiplied by {measured:.4g}, which is {layer.relative:.4g} times 1/√dₖ."
 
