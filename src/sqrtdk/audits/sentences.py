@@ -74,9 +74,10 @@ def describe_spread(spreads: Sequence[Mapping[str, float] | None]) -> list[str]:
     if not known:
         return []
     means = {name: math.exp(sum(math.log(one[name]) for one in known) / len(known)) for name in known[0]}
-    factors = " × ".join(f"{means[name]:.3g} by {words}" for name, words in SPREAD_FACTORS.items())
+    factors = " × ".join(f"{write_number(means[name], 3)} by {words}" for name, words in SPREAD_FACTORS.items())
     heads = count(len(known), "head")
-    return [f"Scores have a standard deviation of {means['std']:.3g} (geometric mean of {heads}): {factors}."]
+    spread = write_number(means["std"], 3)
+    return [f"Scores have a standard deviation of {spread} (geometric mean of {heads}): {factors}."]
 
 
 def describe_calls(scales: Sequence[AuditedScale]) -> list[str]:
