@@ -46,9 +46,10 @@ def validate(
     heads = validate_shapes(shape, key.shape, value.shape)
     keys = key.shape[-2]
     band = ALIGNED if shape[-2] == keys else OPEN
-    if causal is not False or window is not None or causal_offset is not None or has_positions(per_head):
+    by_head, uses_positions = NONE_PER_HEAD, per_head is not None and has_positions(per_head)
+    if causal is not False or window is not None or causal_offset is not None or uses_positions:
         asks = isinstance(scale, str | Policy)
-        band = validate_band(causal, causal_offset, window, shape[-2], keys, asks, has_positions(per_head))
+        band = validate_band(causal, causal_offset, window, shape[-2], keys, asks, uses_positions)
     if mask is not None:
         mask = _validate_mask(mask, (*shape[:-3], heads, shape[-2], keys))
     policy, array, factor = None, None, 0.0
@@ -58,10 +59,14 @@ def validate(
         policy, array, factor = _validate_scale(scale, query, keys, mask, band)
         if factor > 1.0 and not isinstance(scale, str | Policy):
             warn_of_inverse_scale(factor, query, key)
-    by_head = check_per_head(_validate_per_head, per_head, shape)
+    if per_head is not None:
+        by_head = check_per_head(_validate_per_head, per_head, shape)
     cap = 0.0 if softcap is None else validate_softcap(softcap)
     return _make_call((query, key, value, array, mask, *by_head, None, factor, cap, 0.0, band, policy))
 
+
+NONE_PER_HEAD: Sequence[Any] = (None,) * len(PER_HEAD)
+"""The fields of `PER_HEAD` of a call that has none of them."""
 
 _make_call = Call._make  # an eighth faster than the class
 
@@ -271,15 +276,12 @@ def require_mask_shape(name: str, shape: tuple[int, ...], to: tuple[int, ...]) -
         raise InvalidValueError(name, f"must broadcast to [..., H, L, S] = {to}, got {shape}{hint}")
 
 
-def check_per_head(check: Callable[[str, Any, Any], Any], per_head: PerHead, query: Any) -> tuple[Any, ...]:
+def check_per_head(check: Callable[[str, Any, Any], Any], per_head: PerHead, query: Any) -> Sequence[Any]:
     """Return the fields of `PER_HEAD` as `check(name, argument, query)` returns them; None for the absent ones."""
     if per_head is None:
-        return _NONE_PER_HEAD
-    given = [(name, per_head.get(name)) for name in PER_HEAD]
-    return tuple(None if argument is None else check(name, argument, query) for name, argument in given)
-
-
-_NONE_PER_HEAD = (None,) * len(PER_HEAD)
+        return NONE_PER_HEAD
+    get = per_head.get
+    return [None if (given := get(name)) is None else check(name, given, query) for name in PER_HEAD]
 
 
 def require_per_head_shape(name: str, shape: tuple[int, ...], query: tuple[int, ...]) -> tuple[int, ...]:
@@ -314,7 +316,8 @@ def _validate_per_head(name: str, given: npt.ArrayLike, query: tuple[int, ...]) 
     array = _as_array(name, given)
     if array.dtype not in _CODES and not _learn(array.dtype):
         raise InvalidTypeError(name, f"must be floating, one {FIELDS[name].per_head} per query head, got {array.dtype}")
-    wide = array.astype(np.float64).reshape(require_per_head_shape(name, array.shape, query))
+    shape, wide = require_per_head_shape(name, array.shape, query), array.astype(np.float64)
+    wide = wide if shape == array.shape else wide.reshape(shape)
     if not np.isfinite(wide).all():
         raise InvalidValueError(name, f"must be finite, got {given!r}")
     return wide

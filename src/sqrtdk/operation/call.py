@@ -193,7 +193,11 @@ PerHead = Mapping[str, Any] | None
 
 def has_positions(per_head: PerHead) -> bool:
     """Return whether one of the arguments per head needs common positions of queries and keys."""
-    return per_head is not None and any(per_head.get(name) is not None for name in POSITIONAL)
+    if per_head is not None:
+        for name in POSITIONAL:
+            if per_head.get(name) is not None:
+                return True
+    return False
 
 
 def full_shape(name: str, call: Call) -> tuple[int, ...]:
