@@ -191,7 +191,7 @@ def _tell_saturation(material: Material) -> Chapter:
     spread = math.sqrt(_D_K)
     return Chapter(
         f"Softmax exponentiates. At dₖ = {_D_K} a key that scores one standard deviation above another gets "
-        f"e^{spread:g} = {math.exp(spread):.0f} times its weight, and e = {math.e:.2g} times after the division. With "
+        f"e^{spread:g} = {math.exp(spread):.0f} times its weight, and e = {math.e:.1f} times after the division. With "
         "more keys a larger spread is needed to single one out. The saturation index ρ = σ/√(2 ln n) compares the "
         "spread σ of the scores with the number of keys. In the many-key limit (n → ∞) weights begin to concentrate at "
         "ρ = 1, which is dₖ = 2 ln n without scaling. One or two keys hold most of the weight from ρ = 2 on, which is "
