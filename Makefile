@@ -166,7 +166,7 @@ $(VENV)/oldest.stamp: $(VENV)/dev.stamp
 test-oldest: compiler $(VENV)/oldest.stamp compiled
 	PYTHONPATH=$(abspath $(VENV)/oldest) $(BIN)/python -c "import transformers; assert transformers.__version__ == '$(OLDEST)'"
 	PYTHONPATH=$(abspath $(VENV)/oldest) $(PYTEST) -n 2 -m long -k "not (fused and t5)" $(addprefix tests/torch/,\
-	  test_huggingface.py watch/test_models.py models/test_audit.py models/test_stored.py training/test_monitor.py \
+	  test_huggingface.py watch/test_models.py models/test_audit.py models/test_stored.py training/test_trainer.py \
 	  training/test_qk_clip.py models/test_head_effects.py)
 
 test-all: test test-long test-oldest sanitize
