@@ -105,6 +105,12 @@ $(VENV)/others.stamp: $(VENV)/models.stamp tests/others.txt
 	$(PIP) --no-deps --target $(VENV)/others -r tests/others.txt
 	touch $@
 
+# Experiment loggers, likewise.
+$(VENV)/loggers.stamp: $(VENV)/models.stamp tests/loggers.txt
+	rm -rf $(VENV)/loggers
+	$(PIP) --no-deps --target $(VENV)/loggers -r tests/loggers.txt
+	touch $@
+
 setup: $(VENV)/dev.stamp $(VENV)/kernel.stamp
 
 # Tried again where it could not be compiled before.
@@ -151,7 +157,7 @@ lint: $(VENV)/dev.stamp
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test-long: compiler $(VENV)/others.stamp compiled
+test-long: compiler $(VENV)/others.stamp $(VENV)/loggers.stamp compiled
 	$(call system_package,chromium,chromium,tests that open a browser are skipped)
 	$(PYTEST) -m long
 

@@ -222,7 +222,7 @@ class Monitor(AbstractContextManager["Monitor"]):
 
     def close(self) -> None:
         """Stop observing. An unfinished step is dropped, and `to` is not closed. Closing twice has no effect."""
-        self._is_closed = True
+        self._is_closed, self._is_between_runs = True, False
         self._leave_watch()
 
     def __exit__(self, *details: object) -> None:
@@ -307,8 +307,9 @@ class Monitor(AbstractContextManager["Monitor"]):
             self._optimiser = optimiser
 
     def _end_run(self) -> None:
-        self._is_between_runs = not self._is_closed
+        was_open = not self._is_closed
         self.close()
+        self._is_between_runs = was_open
 
     # One step
 
