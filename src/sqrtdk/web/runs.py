@@ -19,7 +19,7 @@ from sqrtdk.report.plotly_renderer import draw
 from sqrtdk.wording.names import name_policy
 
 MOST_RUNS = 1000
-MOST_CELLS = 8192
+MOST_CELLS = 1 << 15
 """Cells of a monitored run's charts, so that browsers stay quick; steps with alerts are shown beyond that."""
 MOST_CURVES = 64
 _BUSY_SECONDS = 1.0
