@@ -174,9 +174,9 @@ MUTANTS = [
     ),
     Mutant(
         "the monitor observes the step after the one that is due",
-        "src/sqrtdk/torch/training/monitor.py",
-        "is_second or self._next % self._every == 0",
-        "is_second or self._next % self._every == 1 % self._every",
+        "src/sqrtdk/torch/training/schedule.py",
+        "or step % self.every == 0",
+        "or step % self.every == 1 % self.every",
         ("tests/torch/training/test_monitor.py",),
     ),
     Mutant(

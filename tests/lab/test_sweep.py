@@ -1,5 +1,6 @@
 """Sweeps: nothing finished is lost, by a failure, a dead worker, an interrupt or a kill."""
 
+import json
 import multiprocessing
 import os
 import signal
@@ -12,7 +13,7 @@ import time
 import pytest
 
 from sqrtdk.children import interrupts_held
-from sqrtdk.errors import InvalidTypeError, InvalidValueError, MissingExtraError
+from sqrtdk.errors import InvalidTypeError, InvalidValueError, MissingExtraError, SqrtdkWarning
 from sqrtdk.lab import AblationSpec, Lab, Processes, Store, ablate, laboratory, processes, swap_scale
 from sqrtdk.lab import RunSpec as Spec
 from sqrtdk.lab.outcomes import choose_best
@@ -455,3 +456,29 @@ def test_runs_show_their_curves_in_the_store_while_they_train(tmp_path, monkeypa
     assert shown[-1][1] == record.curves
     with sqlite3.connect(path) as connection:
         assert connection.execute("SELECT COUNT(*) FROM running").fetchone() == (0,)
+
+
+@pytest.mark.slow
+def test_a_lab_writes_the_curves_of_newly_trained_runs_with_their_keys(tmp_path):
+    path, calls = tmp_path / "runs.jsonl", []
+
+    def broken(step, entry):
+        calls.append(step)
+        raise OSError("disk full")
+
+    specs = grid(2)
+    with Lab(None, Processes(1), to=path) as lab:
+        records = lab.run(specs)
+        lab.run(specs)  # reused: written once
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for spec, record in zip(specs, records, strict=True):
+        own = [line for line in lines if line["run"] == spec.key]
+        assert [line["step"] for line in own] == list(record.curves["step"])
+        assert [line["scalars"]["loss"] for line in own] == list(record.curves["loss"])
+        assert {line["spec"]["seed"] for line in own} == {spec.seed}
+    assert len(lines) == sum(len(record.curves["step"]) for record in records) > 0
+    with Lab(None, Processes(1), to=broken) as lab, pytest.warns(SqrtdkWarning, match="is stored, but .* disk full"):
+        assert losses(lab.run(specs[:1])) == losses(records[:1])
+    assert len(calls) == 1
+    with pytest.raises(InvalidTypeError, match="to must be a path"):
+        Lab(to=3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -60,6 +61,9 @@ def ablate(
     batch: Annotated[int, typer.Option(help="Sequences per step.", min=1)] = 16,
     store: Store = None,
     workers: Workers = None,
+    to: Annotated[
+        Path | None, typer.Option(help="Append the curves of each newly trained run to this file of JSON lines.")
+    ] = None,
     json: Json = False,
     curves: Annotated[bool, typer.Option("--curves", help="With --json: include the learning curves.")] = False,
     plot: Plot = None,
@@ -83,7 +87,7 @@ def ablate(
         batch=batch,
     )
     require_drawable(plot)
-    with progress_bar() as bar, lab.Lab(store, lab.Processes(workers), follow(bar, "training")) as place:
+    with progress_bar() as bar, lab.Lab(store, lab.Processes(workers), follow(bar, "training"), to=to) as place:
         record = lab.ablate(spec, place)
     present(record, json, plot, curves=curves)
 

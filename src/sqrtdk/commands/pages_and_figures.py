@@ -83,7 +83,11 @@ def report(
         webbrowser.open(written.resolve().as_uri())
 
 
-@commands.command(epilog=examples("sqrtdk serve --open", "sqrtdk serve --store runs.sqlite --audit audit.json"))
+@commands.command(
+    epilog=examples(
+        "sqrtdk serve --open", "sqrtdk serve --store runs.sqlite --audit audit.json", "sqrtdk serve --store heads.jsonl"
+    )
+)
 def serve(
     port: Annotated[int, typer.Option(help="Port to listen on. Use 0 for any free port.")] = 8000,
     host: Annotated[
@@ -93,7 +97,8 @@ def serve(
         str | None, typer.Option(help="Secret that every request must carry: 16 characters or more.")
     ] = None,
     store: Annotated[
-        Path | None, typer.Option(help="SQLite file of runs to follow. The file may be created later.")
+        Path | None,
+        typer.Option(help="File to follow: runs (SQLite) or what a Monitor writes (.jsonl). It may be created later."),
     ] = None,
     audit: Annotated[
         Path | None, typer.Option(help="File from `sqrtdk audit --json`. Default: the audit of MiniLM.")

@@ -39,8 +39,15 @@ ProgressCallback = Callable[[Progress], None]
 class Sweep:
     """State of a sweep: finished and pending runs, and the report of progress."""
 
-    def __init__(self, specs: Sequence[RunSpec], store: Store, progress: ProgressCallback | None) -> None:
+    def __init__(
+        self,
+        specs: Sequence[RunSpec],
+        store: Store,
+        progress: ProgressCallback | None,
+        on_finish: Callable[[RunSpec, RunRecord], object] = lambda spec, record: None,
+    ) -> None:
         self.store = store
+        self.on_finish = on_finish
         self.progress = progress
         self.began = time.monotonic()
         self.specs = {spec.key: spec for spec in specs}
@@ -82,6 +89,7 @@ class Sweep:
         self.records[spec.key] = record
         self.running.pop(spec.key, None)
         self.finished_steps += spec.total_steps
+        self.on_finish(spec, record)
         self.tell()
 
     def advance(self, spec: RunSpec, step: int, curves: Curves | None = None) -> None:
