@@ -80,6 +80,7 @@ SLOW_COMMANDS = (
     "sqrtdk zoo --family",
     "sqrtdk claims",
     "sqrtdk ablate",
+    "sqrtdk runs",
     "sqrtdk report",
     "sqrtdk audit",
     "sqrtdk plot",
