@@ -105,6 +105,11 @@ $(VENV)/others.stamp: $(VENV)/models.stamp tests/others.txt
 	$(PIP) --no-deps --target $(VENV)/others -r tests/others.txt
 	touch $@
 
+# A cluster of two nodes on this machine, for the long tests.
+$(VENV)/ray.stamp: $(VENV)/dev.stamp
+	$(PIP) --no-build-isolation -e ".[ray]"
+	touch $@
+
 setup: $(VENV)/dev.stamp $(VENV)/kernel.stamp
 
 # Tried again where it could not be compiled before.
@@ -151,7 +156,7 @@ lint: $(VENV)/dev.stamp
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test-long: compiler $(VENV)/others.stamp compiled
+test-long: compiler $(VENV)/others.stamp $(VENV)/ray.stamp compiled
 	$(call system_package,chromium,chromium,tests that open a browser are skipped)
 	$(PYTEST) -m long
 

@@ -6,10 +6,11 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
-from sqrtdk.errors import missing_extra
+from sqrtdk.errors import InvalidValueError, missing_extra
 from sqrtdk.lab.processes import Processes
+from sqrtdk.lab.ray_cluster import Ray
 from sqrtdk.lab.spec import RunSpec
 from sqrtdk.lab.store import RunRecord, Store
 from sqrtdk.lab.sweep import ProgressCallback, Sweep
@@ -29,6 +30,28 @@ class Executor(Protocol):
         """Release what is kept between sweeps."""
 
 
+def choose_executor(on: str | None = None, workers: int | None = None, **per_run: Any) -> Executor:
+    """Return the executor of a place: processes of this machine, or a Ray cluster.
+
+    Args:
+        on: None for this machine; else as in `Ray`.
+        workers: as in `Processes`, and as in `Ray` for a cluster that is started here.
+        per_run: `num_cpus`, `num_gpus` and `memory` of `Ray`; those that are None are left out.
+
+    Raises:
+        MissingExtraError, InvalidValueError: as `Ray` says; or something is given per run without a cluster.
+
+    >>> choose_executor(workers=2).workers
+    2
+    """
+    chosen = {name: value for name, value in per_run.items() if value is not None}
+    if on is not None:
+        return Ray(on, workers=workers, **chosen)
+    if chosen:
+        raise InvalidValueError(next(iter(chosen)), f"must go with a cluster (on), got {chosen}")
+    return Processes(workers)
+
+
 class Lab:
     """Place for experiments: runs in the store are reused, the executor trains the rest.
 
@@ -37,9 +60,11 @@ class Lab:
             None keeps them as long as the lab is there.
         executor: who trains; None: `Processes()`, one per CPU.
         progress: called in the calling process with a `Progress` at the start, several times a second and at the end.
+        on: where it trains, in place of an executor: ``"ray"``, ``"auto"`` or the address of a Ray cluster, see `Ray`.
 
     Raises:
-        InvalidValueError, SqrtdkError: the store cannot be used, see `Store`.
+        InvalidValueError, SqrtdkError: the store cannot be used, see `Store`; or both `executor` and `on` are given.
+        MissingExtraError: `on` is given and Ray is not installed.
 
     >>> with Lab() as lab:
     ...     len(lab.store)
@@ -51,8 +76,12 @@ class Lab:
         store: str | Path | None = None,
         executor: Executor | None = None,
         progress: ProgressCallback | None = None,
+        *,
+        on: str | None = None,
     ) -> None:
-        self.executor: Executor = Processes() if executor is None else executor
+        if executor is not None and on is not None:
+            raise InvalidValueError("on", f"must not be given beside an executor, got {on!r}", "executor")
+        self.executor: Executor = executor or choose_executor(on)
         self.progress = progress
         self.store = Store(store)
 
