@@ -7,7 +7,6 @@ import socket
 import sqlite3
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
@@ -20,7 +19,19 @@ from sqrtdk.lab.ray_cluster import _Mailbox
 from sqrtdk.lab.sweep import Report
 
 HAS_RAY = importlib.util.find_spec("ray") is not None
-needs_ray = pytest.mark.skipif(not HAS_RAY, reason="the extra ray is not installed; `make test-long` installs it")
+
+
+def needs_ray(test):
+    """Mark a test for `make test-long`, which installs Ray."""
+    return pytest.mark.long(pytest.mark.skipif(not HAS_RAY, reason="the extra ray is not installed")(test))
+
+
+def with_cluster(test):
+    """Mark a test that starts a cluster."""
+    # Ray leaves files and sockets open when its processes are killed.
+    return needs_ray(pytest.mark.timeout(600)(pytest.mark.filterwarnings("ignore")(test)))
+
+
 SPECS = [RunSpec(d_model=16, d_k=8, batch=4, steps=400, seed=seed) for seed in range(6)]
 
 
@@ -130,16 +141,7 @@ def cluster(home):
     cluster.shutdown()
 
 
-long = [pytest.mark.long, needs_ray, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
-
-
-def marked(test):
-    for mark in long:
-        test = mark(test)
-    return test
-
-
-@marked
+@with_cluster
 def test_a_cluster_of_this_machines_own_gives_the_local_table_and_ends(home, truth, tmp_path):
     import ray
 
@@ -151,21 +153,22 @@ def test_a_cluster_of_this_machines_own_gives_the_local_table_and_ends(home, tru
     assert told[-1].done == len(SPECS)
 
 
-@marked
+@with_cluster
 def test_a_node_that_is_killed_and_one_that_comes_late_do_not_change_the_table(cluster, truth, tmp_path):
-    done = []
+    disturbed = []
 
     def disturb(state):
-        if state.done >= 1 and not done:
-            done.append("killed")
+        if state.done >= 1 and not disturbed:
+            disturbed.append("killed")
             cluster.remove_node(cluster.nodes_for_runs[0], allow_graceful=False)
-            threading.Thread(target=lambda: done.append(cluster.add_node(num_cpus=1))).start()
+        elif state.done >= 2 and len(disturbed) == 1:
+            disturbed.append("added")
+            cluster.add_node(num_cpus=1)
 
     with Lab(tmp_path / "runs.sqlite", Ray(cluster.address), disturb) as lab:
         assert numbers(lab.run(SPECS)) == truth
         assert len(lab.store) == len(SPECS)
-    assert done[0] == "killed"
-    assert len(done) == 2
+    assert disturbed == ["killed", "added"]
 
 
 DRIVER = """
@@ -179,7 +182,7 @@ if __name__ == "__main__":
 """
 
 
-@marked
+@with_cluster
 def test_a_driver_that_is_killed_goes_on_when_it_is_started_again(cluster, truth, tmp_path):
     path, script = tmp_path / "runs.sqlite", tmp_path / "driver.py"
     script.write_text(DRIVER)
@@ -214,7 +217,7 @@ def count_runs(path):
         connection.close()
 
 
-@marked
+@with_cluster
 def test_ctrl_c_brings_checkpoints_home(home, tmp_path):
     path = tmp_path / "runs.sqlite"
     interrupted = []
@@ -232,7 +235,7 @@ def test_ctrl_c_brings_checkpoints_home(home, tmp_path):
     assert any(checkpoint is not None for checkpoint in kept)
 
 
-@marked
+@with_cluster
 def test_a_node_that_cannot_train_is_one_error(home, monkeypatch, tmp_path):
     from sqrtdk.lab import ray_cluster
 

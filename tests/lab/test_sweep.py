@@ -262,6 +262,22 @@ def test_the_run_of_a_dead_worker_goes_on_in_another():
         assert losses(records) == losses(alone.run(specs))
 
 
+def test_steps_of_a_checkpoint_count_as_done_but_not_for_the_pace(tmp_path):
+    from sqrtdk.lab.train import train
+
+    (spec,), made, told = grid(1), {}, []
+    train(spec, lambda step, curves, make: made.update({step: make()}))
+    with make_lab(tmp_path / "runs.sqlite") as lab:
+        lab.store.checkpoints.put(spec.key, made[5])
+        sweep = Sweep([spec], lab.store, told.append)
+        assert sweep.take().checkpoint == made[5]
+        sweep.tell()
+        sweep.advance(spec, Report(6))
+    assert (told[0].fraction, told[0].remaining) == (0.5, None)
+    assert told[1].fraction == 0.6
+    assert told[1].remaining == pytest.approx(4 * told[1].elapsed)
+
+
 def test_a_run_whose_workers_die_three_times_has_failed():
     (spec,) = grid(1)
     with make_lab() as lab:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from sqrtdk.lab.checkpoints import read_state
 from sqrtdk.lab.spec import RunSpec
 from sqrtdk.lab.store import RunRecord, Store, record_failure
 
@@ -71,6 +72,7 @@ class Sweep:
         self.reused_steps = 0
         self.finished_steps = 0
         self.running: dict[str, int] = {}
+        self.resumed: dict[str, int] = {}  # the steps that checkpoints had
         self.deaths: Counter[str] = Counter()
         self.pending = deque(spec for spec in self.specs.values() if not self.reuse(spec))
 
@@ -91,7 +93,10 @@ class Sweep:
             return None
         spec = self.pending.popleft()
         checkpoints = self.store.checkpoints
-        return Job(spec, checkpoints.get(spec.key), checkpoints.folder is not None)
+        checkpoint = checkpoints.get(spec.key)
+        if checkpoint is not None:
+            self.resumed[spec.key] = self.running[spec.key] = read_state(checkpoint, spec.key)["step"]
+        return Job(spec, checkpoint, checkpoints.folder is not None)
 
     def finish(self, spec: RunSpec, record: RunRecord) -> None:
         """Keep a finished run; where a run was trained twice, the first that finishes."""
@@ -130,6 +135,7 @@ class Sweep:
         total = sum(spec.total_steps for spec in self.specs.values())
         trained = self.finished_steps + sum(self.running.values())
         left = total - self.reused_steps - trained
+        here = trained - sum(self.resumed.values())
         elapsed = time.monotonic() - self.began
         state = Progress(
             done=len(self.records),
@@ -137,6 +143,6 @@ class Sweep:
             reused=self.reused,
             fraction=(self.reused_steps + trained) / total if total else 1.0,
             elapsed=elapsed,
-            remaining=elapsed * left / trained if trained else (None if left else 0.0),
+            remaining=elapsed * left / here if here > 0 else (None if left else 0.0),
         )
         self.progress(state)
