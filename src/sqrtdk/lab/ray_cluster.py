@@ -21,7 +21,7 @@ from sqrtdk.lab.worker import train_guarded
 from sqrtdk.operation.cpus import count_cpus
 
 _LOOK_SECONDS = 0.5
-_STOP_SECONDS = 4.0
+_STOP_SECONDS = 3.0
 _ANSWER_SECONDS = 5.0
 
 
