@@ -111,6 +111,11 @@ $(VENV)/loggers.stamp: $(VENV)/models.stamp tests/loggers.txt
 	$(PIP) --no-deps --target $(VENV)/loggers -r tests/loggers.txt
 	touch $@
 
+# A cluster of two nodes on this machine, for the long tests.
+$(VENV)/ray.stamp: $(VENV)/dev.stamp
+	$(PIP) --no-build-isolation -e ".[ray]"
+	touch $@
+
 setup: $(VENV)/dev.stamp $(VENV)/kernel.stamp
 
 # Tried again where it could not be compiled before.
@@ -157,7 +162,7 @@ lint: $(VENV)/dev.stamp
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test-long: compiler $(VENV)/others.stamp $(VENV)/loggers.stamp compiled
+test-long: compiler $(VENV)/others.stamp $(VENV)/loggers.stamp $(VENV)/ray.stamp compiled
 	$(call system_package,chromium,chromium,tests that open a browser are skipped)
 	$(PYTEST) -m long
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from sqrtdk import scales
-from sqrtdk.commands.flags import Json, Plot, Store, Workers, examples
+from sqrtdk.commands.flags import Json, Memory, NumCpus, NumGpus, On, Plot, Store, Workers, examples
 from sqrtdk.commands.options import read_names, read_numbers
 from sqrtdk.commands.results import present, require_drawable
 from sqrtdk.records.record import Record
@@ -21,6 +21,7 @@ commands = typer.Typer()
     epilog=examples(
         "sqrtdk ablate --scale none,sqrt --control --store runs.sqlite",
         "sqrtdk ablate --scale none,sqrt,inverse --lr 3e-4,1e-3,3e-3,1e-2 --plot a.html",
+        "sqrtdk ablate --seeds 100 --store runs.sqlite --on auto",
     )
 )
 def ablate(
@@ -64,6 +65,10 @@ def ablate(
     to: Annotated[
         Path | None, typer.Option(help="Append the curves of each newly trained run to this file of JSON lines.")
     ] = None,
+    on: On = None,
+    num_cpus: NumCpus = None,
+    num_gpus: NumGpus = None,
+    memory: Memory = None,
     json: Json = False,
     curves: Annotated[bool, typer.Option("--curves", help="With --json: include the learning curves.")] = False,
     plot: Plot = None,
@@ -87,7 +92,8 @@ def ablate(
         batch=batch,
     )
     require_drawable(plot)
-    with progress_bar() as bar, lab.Lab(store, lab.Processes(workers), follow(bar, "training"), to=to) as place:
+    executor = lab.choose_executor(on, workers, num_cpus=num_cpus, num_gpus=num_gpus, memory=memory)
+    with progress_bar() as bar, lab.Lab(store, executor, follow(bar, "training"), to=to) as place:
         record = lab.ablate(spec, place)
     present(record, json, plot, curves=curves)
 

@@ -1,8 +1,9 @@
 """Experiments: a spec becomes runs, and runs become a record. torch loads only for training."""
 
 from sqrtdk.lab.ablation import ablate
-from sqrtdk.lab.laboratory import Executor, Lab
+from sqrtdk.lab.laboratory import Executor, Lab, choose_executor
 from sqrtdk.lab.processes import Processes
+from sqrtdk.lab.ray_cluster import Ray
 from sqrtdk.lab.spec import CONTROLS, INITS, STEPS, AblationSpec, Choice, RunSpec
 from sqrtdk.lab.store import RunRecord, Store
 from sqrtdk.lab.swap import swap_scale
@@ -18,9 +19,11 @@ __all__ = [
     "Lab",
     "Processes",
     "Progress",
+    "Ray",
     "RunRecord",
     "RunSpec",
     "Store",
     "ablate",
+    "choose_executor",
     "swap_scale",
 ]

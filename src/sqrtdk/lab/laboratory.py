@@ -8,8 +8,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from sqrtdk.errors import missing_extra, warn
+from sqrtdk.errors import InvalidValueError, missing_extra, warn
 from sqrtdk.lab.processes import Processes
+from sqrtdk.lab.ray_cluster import Ray
 from sqrtdk.lab.spec import RunSpec
 from sqrtdk.lab.store import RunRecord, Store
 from sqrtdk.lab.sweep import ProgressCallback, Sweep
@@ -31,6 +32,28 @@ class Executor(Protocol):
         """Release what is kept between sweeps."""
 
 
+def choose_executor(on: str | None = None, workers: int | None = None, **per_run: Any) -> Executor:
+    """Return the executor of a place: processes of this machine, or a Ray cluster.
+
+    Args:
+        on: None for this machine; else as in `Ray`.
+        workers: as in `Processes`, and as in `Ray` for a cluster that is started here.
+        per_run: `num_cpus`, `num_gpus` and `memory` of `Ray`; those that are None are left out.
+
+    Raises:
+        MissingExtraError, InvalidValueError: as `Ray` says; or something is given per run without a cluster.
+
+    >>> choose_executor(workers=2).workers
+    2
+    """
+    chosen = {name: value for name, value in per_run.items() if value is not None}
+    if on is not None:
+        return Ray(on, workers=workers, **chosen)
+    if chosen:
+        raise InvalidValueError(next(iter(chosen)), f"must go with a cluster (on), got {chosen}")
+    return Processes(workers)
+
+
 class Lab:
     """Place for experiments: runs in the store are reused, the executor trains the rest.
 
@@ -42,9 +65,12 @@ class Lab:
         to: destination of each newly trained run's curves as the run finishes, with the run's key: a path (JSON Lines),
             a TensorBoard `SummaryWriter`, MLflow, a function of (step, mapping), or a list, as for `Monitor`. (A W&B
             run takes rising steps alone, and so one run of a lab.) An error in it causes a warning.
+        on: where it trains, in place of an executor: ``"ray"``, ``"auto"`` or the address of a Ray cluster, see `Ray`.
 
     Raises:
-        InvalidTypeError, InvalidValueError, SqrtdkError: the store or `to` cannot be used, see `Store`.
+        InvalidTypeError, InvalidValueError, SqrtdkError: the store or `to` cannot be used, see `Store`; or both
+            `executor` and `on` are given.
+        MissingExtraError: `on` is given and Ray is not installed.
 
     >>> with Lab() as lab:
     ...     len(lab.store)
@@ -58,9 +84,12 @@ class Lab:
         progress: ProgressCallback | None = None,
         *,
         to: Any = None,
+        on: str | None = None,
     ) -> None:
         self._write = None if to is None else open_destination(to)
-        self.executor: Executor = Processes() if executor is None else executor
+        if executor is not None and on is not None:
+            raise InvalidValueError("on", f"must not be given beside an executor, got {on!r}", "executor")
+        self.executor: Executor = executor or choose_executor(on)
         self.progress = progress
         self.store = Store(store)
 
