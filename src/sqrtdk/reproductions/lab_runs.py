@@ -1,0 +1,342 @@
+"""Reproductions on the lab's transformer and its recall task: runs are stored, and a store continues them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from sqrtdk.exercises.estimates import Estimate, estimate_mean
+from sqrtdk.lab.intervals import hodges_lehmann, signed_rank_interval, wilson
+from sqrtdk.lab.laboratory import Lab
+from sqrtdk.lab.outcomes import MARGIN, or_infinite
+from sqrtdk.lab.spec import RunSpec
+from sqrtdk.lab.store import RunRecord
+from sqrtdk.reproductions.reproduction import Chart, Expectation, Measured, trained_reproduction
+
+_MARGIN = MARGIN * math.log(16)  # of the chance loss of recall with 16 symbols
+_THRESHOLD = math.log(16) / 10.0
+_LENGTHS = (12, 24, 48)
+
+
+def estimate_shift(differences: Sequence[float]) -> Estimate:
+    """Return the Hodges–Lehmann estimate of paired differences with its exact signed-rank interval.
+
+    >>> estimate_shift([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    Estimate(value=3.5, low=1.0, high=6.0)
+    """
+    return Estimate(hodges_lehmann(differences), *signed_rank_interval(differences))
+
+
+def estimate_share(successes: int, n: int) -> Estimate:
+    """Return a share with Wilson's interval.
+
+    >>> estimate_share(4, 4).value
+    1.0
+    """
+    return Estimate(successes / n, *wilson(successes, n))
+
+
+def list_seeds(first: int, count: int) -> range:
+    """Return so many seeds from the first on."""
+    return range(first, first + count)
+
+
+@trained_reproduction(
+    "unscaled-failure",
+    "Training without the scale begins to fail at a dₖ between 2 ln n, where attention begins to concentrate, and "
+    "8 ln n, where one or two keys hold most of the weight",
+    "Vaswani et al. 2017 (1706.03762), section 3.2.1, with the limits of Derrida 1981",
+    *(Expectation(f"failing dₖ divided by 2 ln n, n = {n}", "≥", 1.0) for n in _LENGTHS),
+    *(Expectation(f"failing dₖ divided by 8 ln n, n = {n}", "≤", 1.0) for n in _LENGTHS),
+    Expectation("failing dₖ at n = 48 divided by failing dₖ at n = 12", "≥", 1.0),
+    *(Expectation(f"control: share solved with 1/√dₖ at dₖ 32, n = {n}", "≥", 0.5) for n in _LENGTHS),
+    chart=Chart(
+        "failing",
+        "n",
+        "d_k",
+        "length n",
+        "dₖ at which training begins to fail",
+        by="line",
+        log_x=True,
+        log_y=True,
+        predicted=("2 ln n", "8 ln n"),
+    ),
+    scaled_down="recall of 4, 8 and 16 pairs, dₖ 2 to 32, 800 steps at a learning rate of 0.001, 4 seeds",
+)
+def find_failing_size(
+    seed: int, lab: Lab, *, d_ks: Sequence[int] = (2, 4, 8, 16, 32), seeds: int = 4, steps: int = 800
+) -> Measured:
+    """Return, per length, the dₖ between the last that each seed solves and the next, and the shares solved."""
+    chosen = list_seeds(seed, seeds)
+    none = [
+        RunSpec(scale="none", d_k=d_k, seed=one, steps=steps, task_parameters={"pairs": n // 3})
+        for n in _LENGTHS
+        for one in chosen
+        for d_k in d_ks
+    ]
+    control = [
+        RunSpec(scale="sqrt", d_k=d_ks[-1], seed=one, steps=steps, task_parameters={"pairs": n // 3})
+        for n in _LENGTHS
+        for one in chosen
+    ]
+    records = lab.run([*none, *control])
+    solved = np.array([bool(one.row["solved"]) for one in records[: len(none)]]).reshape(len(_LENGTHS), seeds, -1)
+    controls = np.array([bool(one.row["solved"]) for one in records[len(none) :]]).reshape(len(_LENGTHS), seeds)
+    estimates: dict[str, Estimate] = {}
+    failing, shares, logs = [], [], []
+    for place, n in enumerate(_LENGTHS):
+        logs.append([_log_failing(of_seed, d_ks) for of_seed in solved[place]])
+        found = Estimate(*(2.0**end for end in estimate_mean(logs[-1])))
+        for factor in (2, 8):
+            limit = factor * math.log(n)
+            estimates[f"failing dₖ divided by {factor} ln n, n = {n}"] = Estimate(*(end / limit for end in found))
+            failing.append({"line": f"{factor} ln n", "n": n, "d_k": limit, "low": limit, "high": limit})
+        failing.append({"line": "no scaling", "n": n, "d_k": found.value, "low": found.low, "high": found.high})
+        shares += [
+            {"n": n, "d_k": d_k, "solved": float(share)}
+            for d_k, share in zip(d_ks, solved[place].mean(axis=0), strict=True)
+        ]
+        estimates[f"control: share solved with 1/√dₖ at dₖ 32, n = {n}"] = estimate_share(
+            int(controls[place].sum()), seeds
+        )
+    growth = estimate_mean(np.subtract(logs[-1], logs[0]))
+    estimates["failing dₖ at n = 48 divided by failing dₖ at n = 12"] = Estimate(*(2.0**end for end in growth))
+    return Measured(estimates, {"failing": failing, "solved": shares})
+
+
+def _log_failing(solved: Sequence[bool], d_ks: Sequence[int]) -> float:
+    """Return log₂ of the dₖ between the last solved one and the first that is not; outside the grid a half step."""
+    count = next((place for place, one in enumerate(solved) if not one), len(d_ks))
+    below = d_ks[count - 1] if count else d_ks[0] / 2
+    above = d_ks[count] if count < len(d_ks) else 2 * d_ks[-1]
+    return (math.log2(below) + math.log2(above)) / 2
+
+
+_START = {
+    "1/√dₖ": {},
+    "no scaling": {"scale": "none"},
+    "no scaling, rescaled init": {"scale": "none", "init": "rescaled"},
+    "no scaling, rescaled init and step": {"scale": "none", "init": "rescaled", "qk_step": "rescaled"},
+}
+
+
+@trained_reproduction(
+    "init-and-step",
+    "The scale 1/√dₖ can move into the initialisation, as in T5, and with Adam also into the step of W_q and W_k; the "
+    "initialisation alone gives the same start and another training",
+    "Raffel et al. 2020 (1910.10683), T5 without a scale; Yang et al. 2022 (2203.03466), table 8",
+    Expectation("largest distance from the losses of 1/√dₖ at step 0, rescaled init", "≤", 1e-6),
+    Expectation("largest distance from the losses of 1/√dₖ over training, rescaled init and step", "≤", 1e-6),
+    Expectation("final loss of the rescaled init alone minus that of 1/√dₖ", "≥", 0.0),
+    Expectation("final loss of no scaling minus that of 1/√dₖ", "≥", 1.0),
+    chart=Chart("losses", "step", "loss", "step", "training loss, median of seeds", by="line", log_y=True),
+    scaled_down="recall, dₖ 256, 600 steps at a learning rate of 0.003, 6 seeds",
+)
+def compare_start_with_scale(
+    seed: int, lab: Lab, *, d_k: int = 256, seeds: int = 6, steps: int = 600, lr: float = 3e-3
+) -> Measured:
+    """Return training losses of four settings that share data and all weights but W_q and W_k, seed by seed."""
+    chosen = list_seeds(seed, seeds)
+    specs = [
+        RunSpec(**{"d_k": d_k, "seed": one, "steps": steps, "lr": lr, **setting})
+        for setting in _START.values()
+        for one in chosen
+    ]
+    records = lab.run(specs)
+    runs = {name: records[place * seeds : (place + 1) * seeds] for place, name in enumerate(_START)}
+    scaled, none, start, both = runs.values()
+    rows = []
+    for name, of_name in runs.items():
+        # A run that diverged has fewer points; it has no loss from there on.
+        shortest = min(len(one.curves["step"]) for one in of_name)
+        medians = np.median([one.curves["loss"][:shortest] for one in of_name], axis=0)
+        steps_shown = of_name[0].curves["step"][:shortest]
+        rows += [
+            {"line": name, "step": step, "loss": float(loss)} for step, loss in zip(steps_shown, medians, strict=True)
+        ]
+    return Measured(
+        {
+            "largest distance from the losses of 1/√dₖ at step 0, rescaled init": _largest_distance(start, scaled, 1),
+            "largest distance from the losses of 1/√dₖ over training, rescaled init and step": _largest_distance(
+                both, scaled
+            ),
+            "final loss of the rescaled init alone minus that of 1/√dₖ": _compare_finals(start, scaled),
+            "final loss of no scaling minus that of 1/√dₖ": _compare_finals(none, scaled),
+        },
+        {"losses": rows},
+    )
+
+
+def _largest_distance(runs: Sequence[RunRecord], others: Sequence[RunRecord], points: int | None = None) -> float:
+    return max(
+        abs(mine - theirs)
+        for one, other in zip(runs, others, strict=True)
+        for mine, theirs in zip(one.curves["loss"][:points], other.curves["loss"][:points], strict=True)
+    )
+
+
+def _compare_finals(runs: Sequence[RunRecord], others: Sequence[RunRecord]) -> Estimate:
+    pairs = zip(runs, others, strict=True)
+    return estimate_shift(
+        [or_infinite(one.row["final_loss"]) - or_infinite(other.row["final_loss"]) for one, other in pairs]
+    )
+
+
+_RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
+
+
+@trained_reproduction(
+    "rate-sensitivity",
+    "QK-norm makes the loss depend less on the learning rate: the mean over rates of min(loss, first loss) minus the "
+    "best loss is smaller with it",
+    "Wortsman et al. 2023 (2309.14322), sections 2.2 and 3.1",
+    Expectation("learning-rate sensitivity of 1/√dₖ minus that of QK-norm", "≥", 0.0),
+    chart=Chart("losses", "lr", "loss", "learning rate", "held-out loss, mean of seeds", by="line", log_x=True),
+    scaled_down="recall, dₖ 64, seven learning rates from 0.0003 to 0.3, 600 steps, 6 seeds",
+)
+def compare_rate_sensitivity(
+    seed: int, lab: Lab, *, lrs: Sequence[float] = _RATES, seeds: int = 6, steps: int = 600
+) -> Measured:
+    """Return Wortsman's learning-rate sensitivity with and without QK-norm, rates evenly spaced in their logarithm."""
+    policies = {"1/√dₖ": "sqrt", "QK-norm": "qk_norm"}
+    specs = [
+        RunSpec(scale=scale, seed=one, lr=lr, steps=steps)
+        for scale in policies.values()
+        for one in list_seeds(seed, seeds)
+        for lr in lrs
+    ]
+    records = lab.run(specs)
+    first = np.array([one.curves["loss"][0] if one.curves["loss"] else math.inf for one in records])
+    final = np.array([or_infinite(one.row["final_loss"]) for one in records])
+    losses = np.minimum(final, first).reshape(len(policies), seeds, len(lrs))
+    sensitivity = (losses - losses.min(axis=2, keepdims=True)).mean(axis=2)
+    rows = []
+    for name, of_policy in zip(policies, losses, strict=True):
+        for lr, of_rate in zip(lrs, of_policy.T, strict=True):
+            rows.append({"line": name, "lr": lr, "loss": float(of_rate.mean())} | _ends(of_rate))
+    return Measured(
+        {"learning-rate sensitivity of 1/√dₖ minus that of QK-norm": estimate_shift(sensitivity[0] - sensitivity[1])},
+        {
+            "losses": rows,
+            "sensitivity": [
+                {"line": name, "seed": one, "sensitivity": float(value)}
+                for name, values in zip(policies, sensitivity, strict=True)
+                for one, value in zip(list_seeds(seed, seeds), values, strict=True)
+            ],
+        },
+    )
+
+
+def _ends(values: Sequence[float]) -> dict[str, float]:
+    """Return the smallest and the largest value, for the bars of a chart."""
+    return {"low": float(min(values)), "high": float(max(values))}
+
+
+_FACTORS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+
+
+@trained_reproduction(
+    "logit-factor",
+    "A trained head is sharp: it bears logits that are several times too large, and breaks when they are several times "
+    "too small",
+    "the weight 1/(1 + (n − 1)·e^−κm) of a key that leads by m, for logits times κ",
+    Expectation("held-out loss with logits times 4", "≤", _THRESHOLD),
+    Expectation("held-out loss with logits times ¼", "≥", _THRESHOLD),
+    Expectation("octaves to the break by larger logits minus octaves by smaller ones", "≥", 0.0),
+    chart=Chart(
+        "losses",
+        "factor",
+        "loss",
+        "factor κ on the logits",
+        "held-out loss, median of seeds",
+        by=None,
+        log_x=True,
+        log_y=True,
+        bound=(_THRESHOLD, "a tenth of chance"),
+    ),
+    scaled_down="recall, dₖ 64, 600 steps at a learning rate of 0.001, 6 seeds",
+)
+def scale_trained_logits(
+    seed: int, lab: Lab, *, factors: Sequence[float] = _FACTORS, seeds: int = 6, steps: int = 600
+) -> Measured:
+    """Return the held-out loss of trained models whose scale is swapped for κ/√dₖ, without further training."""
+    base = RunSpec(start_scale="sqrt", start_steps=steps, steps=1)
+    specs = [
+        replace(base, scale=f"temperature:{1 / factor:g}", seed=one)
+        for one in list_seeds(seed, seeds)
+        for factor in factors
+    ]
+    records = lab.run(specs)
+    losses = np.array([or_infinite(one.row.get("swapped_loss")) for one in records]).reshape(seeds, len(factors))
+    at = dict(zip(factors, losses.T, strict=True))
+    up = [_octaves_to_break(of_seed, factors, 1) for of_seed in losses]
+    down = [_octaves_to_break(of_seed, factors, -1) for of_seed in losses]
+    return Measured(
+        {
+            "held-out loss with logits times 4": estimate_shift(at[4.0]),
+            "held-out loss with logits times ¼": estimate_shift(at[0.25]),
+            "octaves to the break by larger logits minus octaves by smaller ones": estimate_shift(np.subtract(up, down)),
+        },
+        {"losses": [{"factor": factor, "loss": float(np.median(of)), **_ends(of)} for factor, of in at.items()]},
+    )
+
+
+def _octaves_to_break(losses: Sequence[float], factors: Sequence[float], direction: int) -> float:
+    """Return |log₂ κ| of the first factor on that side of 1 whose loss passes the threshold, else one octave more."""
+    side = sorted(
+        (direction * math.log2(factor), loss)
+        for factor, loss in zip(factors, losses, strict=True)
+        if direction * math.log2(factor) >= 0
+    )
+    return next((octaves for octaves, loss in side if loss >= _THRESHOLD), side[-1][0] + 1)
+
+
+_LEARNED = {"one per head": "learned", "one per query": "query"}
+
+
+@trained_reproduction(
+    "settled-temperatures",
+    "Learned temperatures end below √dₖ, sharper than the default, and temperatures per query come to differ between "
+    "queries",
+    "Radford et al. 2021 (2103.00020), section 2.5, and Liu et al. 2022 (2111.09883), section 3.3, for learned "
+    "temperatures; Zhang et al. 2024 (2411.12892) for temperatures per query",
+    *(Expectation(f"τ/√dₖ at the end, {name}", "≤", 1.0) for name in _LEARNED),
+    Expectation("standard deviation of ln τ over the queries of a head, one per query", "≥", 0.05),
+    *(Expectation(f"final loss minus that of 1/√dₖ, {name}", "≤", _MARGIN) for name in _LEARNED),
+    chart=Chart(
+        "temperatures",
+        "layer",
+        "temperature",
+        "layer",
+        "τ/√dₖ at the end, geometric mean",
+        by="line",
+        log_y=True,
+        bound=(1.0, "1/√dₖ"),
+    ),
+    scaled_down="recall, dₖ 64, two layers of two heads, 600 steps at a learning rate of 0.003, 6 seeds",
+)
+def settle_temperatures(seed: int, lab: Lab, *, seeds: int = 6, steps: int = 600, d_k: int = 64) -> Measured:
+    """Return where learned temperatures end, over all heads, and the losses beside the fixed scale."""
+    chosen = list_seeds(seed, seeds)
+    specs = [
+        RunSpec(scale=scale, d_k=d_k, heads=2, seed=one, steps=steps, lr=3e-3)
+        for scale in ("sqrt", *_LEARNED.values())
+        for one in chosen
+    ]
+    records = lab.run(specs)
+    fixed, groups = records[:seeds], (records[seeds : 2 * seeds], records[2 * seeds :])
+    estimates, rows = {}, []
+    for name, of_name in zip(_LEARNED, groups, strict=True):
+        logs = np.log([one.row["temperatures"] for one in of_name if one.row["status"] == "done"])
+        estimates[f"τ/√dₖ at the end, {name}"] = Estimate(*map(math.exp, estimate_shift(logs.mean(axis=1))))
+        estimates[f"final loss minus that of 1/√dₖ, {name}"] = _compare_finals(of_name, fixed)
+        for layer, of_layer in enumerate(logs.reshape(len(logs), -1, 2).mean(axis=2).T, start=1):
+            temperatures = np.exp(of_layer)
+            centre = math.exp(float(of_layer.mean()))
+            rows.append({"line": name, "layer": layer, "temperature": centre, **_ends(temperatures)})
+    spread = [one.row["temperature_spread"] for one in groups[1] if one.row["status"] == "done"]
+    estimates["standard deviation of ln τ over the queries of a head, one per query"] = estimate_shift(spread)
+    return Measured(estimates, {"temperatures": rows})
