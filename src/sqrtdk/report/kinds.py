@@ -12,6 +12,7 @@ from sqrtdk.report import (
     gradient_figures,
     learning_figures,
     monitor_figures,
+    reproduction_figures,
     story_figures,
     zoo_figures,
 )
@@ -104,8 +105,9 @@ KINDS: dict[str, Kind] = {
     "claim list": Kind({"claims": None}),
     "expectations": Kind({"reproductions": None}),
     "reproductions": Kind(
-        {"reproductions": ("name", "expected", "measured", "low", "high", "verdict", "source")},
-        title="Published results, computed again",
+        {"reproductions": ("name", "expected", "measured", "low", "high", "verdict", "source", "scaled_down")},
+        reproduction_figures.show_reproductions,
+        "Published results, computed again",
     ),
 }
 """Every kind of record."""

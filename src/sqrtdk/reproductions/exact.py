@@ -111,7 +111,9 @@ def find_critical_scale(seed: int) -> Measured:
         for n in (32, 256, 2048):
             for of_critical in (0.7, 0.85, 1.0, 1.15, 1.3):
                 weight = _weigh_itself(rho, n, of_critical / (1 - rho))
-                curve.append({"line": f"n = {n}, ρ = {rho:g}", "rho": rho, "n": n, "of_critical": of_critical, "weight": weight})
+                curve.append(
+                    {"line": f"n = {n}, ρ = {rho:g}", "rho": rho, "n": n, "of_critical": of_critical, "weight": weight}
+                )
         below.append(_weigh_itself(rho, 2048, 0.7 / (1 - rho)))
         above.append(_weigh_itself(rho, 2048, 1.3 / (1 - rho)))
         low, high = 0.5, 1.5

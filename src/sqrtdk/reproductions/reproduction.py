@@ -125,9 +125,7 @@ def trained_reproduction(
     """Add the decorated training, which takes a first seed and a lab, to the list of reproductions."""
 
     def enter(compute: Callable[..., Measured]) -> Callable[..., Measured]:
-        REPRODUCTIONS[name] = Reproduction(
-            name, title, source, expectations, compute, chart, scaled_down, trains=True
-        )
+        REPRODUCTIONS[name] = Reproduction(name, title, source, expectations, compute, chart, scaled_down, trains=True)
         return compute
 
     return enter
@@ -263,9 +261,7 @@ def _choose(names: Iterable[str] | None) -> list[str]:
 def _read(one: Reproduction, rows: list[dict[str, Any]]) -> str:
     """Return a sentence that says whether a result was reproduced, and which expectations were missed."""
     missed = [
-        f"{row['expected']} ({row['verdict']}: {_write_measured(row)})"
-        for row in rows
-        if row["verdict"] != "pass"
+        f"{row['expected']} ({row['verdict']}: {_write_measured(row)})" for row in rows if row["verdict"] != "pass"
     ]
     kept = len(rows) - len(missed)
     verdict = "reproduced" if not missed else "not reproduced" if not kept else "reproduced in part"

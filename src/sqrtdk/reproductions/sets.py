@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from sqrtdk.reproductions.training import one_thread
 from sqrtdk.scales import LogN
 from sqrtdk.statistics import AttentionStatistics
 from sqrtdk.torch import attention
@@ -20,7 +21,6 @@ from sqrtdk.torch import attention
 TRAINED_ITEMS = 16
 _D_K = 64
 _BATCH = 128
-_TESTED_SETS = 512
 _CHUNK = 1 << 18  # items at a time
 
 # β(H), the inverse temperature of Veličković et al. 2024, highest power first; above 0.5 nats and never below 1.
@@ -120,28 +120,25 @@ class Tested(NamedTuple):
     max_weight: list[float]
 
 
+@one_thread()
 def train_head(lookup: Lookup, seed: int, steps: int, *, learns_ssmax: bool = False) -> SetHead:
-    """Train a head on one thread with Adam (0.001) on sets of 16 items."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            head = SetHead(lookup, learns_ssmax=learns_ssmax)
-        generator = torch.Generator().manual_seed(seed)
-        optimiser = torch.optim.Adam(head.parameters(), lr=1e-3, fused=True)
-        for _ in range(steps):
-            sets = lookup.sample(generator, _BATCH, TRAINED_ITEMS)
-            loss = functional.cross_entropy(head(sets, "1/√dₖ")[0], sets.classes)
-            optimiser.zero_grad(set_to_none=True)
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimiser.step()
-        return head
-    finally:
-        torch.set_num_threads(threads)
+    """Train a head with Adam (0.001) on sets of 16 items."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        head = SetHead(lookup, learns_ssmax=learns_ssmax)
+    generator = torch.Generator().manual_seed(seed)
+    optimiser = torch.optim.Adam(head.parameters(), lr=1e-3, fused=True)
+    for _ in range(steps):
+        sets = lookup.sample(generator, _BATCH, TRAINED_ITEMS)
+        loss = functional.cross_entropy(head(sets, "1/√dₖ")[0], sets.classes)
+        optimiser.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+    return head
 
 
-def ask_head(head: SetHead, lookup: Lookup, policy: str, sizes: Sequence[int], sets: int = _TESTED_SETS) -> Tested:
+@one_thread()
+def ask_head(head: SetHead, lookup: Lookup, policy: str, sizes: Sequence[int], sets: int) -> Tested:
     """Ask a trained head about new sets of each size, the same for every head and policy."""
     accuracy, weights = [], []
     with torch.no_grad():

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from sqrtdk.reproductions.training import one_thread
 from sqrtdk.torch import attention
 
 Kind = Literal["softmax", "ReLU", "softmax with gate"]
@@ -79,31 +80,27 @@ class Sink(NamedTuple):
     relative_loss: float
 
 
+@one_thread()
 def train_layer(kind: Kind, seed: int, steps: int) -> Sink:
-    """Train a layer on one thread with Adam (0.003), and measure it on new sequences."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            layer = Layer(kind)
-        generator = torch.Generator().manual_seed(seed)
-        optimiser = torch.optim.Adam(layer.parameters(), lr=3e-3, fused=True)
-        for _ in range(steps):
-            sequences = sample_sequences(generator, _BATCH)
-            output, _ = layer(sequences.tokens)
-            optimiser.zero_grad(set_to_none=True)
-            _loss(output, sequences).backward()  # type: ignore[no-untyped-call]
-            optimiser.step()
-        with torch.no_grad():
-            sequences = sample_sequences(torch.Generator().manual_seed(10**6), 2048)
-            output, weights = layer(sequences.tokens)
-            # The first position sees only itself.
-            first, triggers = weights[:, 1:, 0], sequences.triggers[:, 1:]
-            loss = _loss(output, sequences) / _loss(torch.zeros_like(output), sequences)
-            return Sink(float(first[~triggers].mean()), float(first[triggers].mean()), float(loss))
-    finally:
-        torch.set_num_threads(threads)
+    """Train a layer with Adam (0.003), and measure it on new sequences."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        layer = Layer(kind)
+    generator = torch.Generator().manual_seed(seed)
+    optimiser = torch.optim.Adam(layer.parameters(), lr=3e-3, fused=True)
+    for _ in range(steps):
+        sequences = sample_sequences(generator, _BATCH)
+        output, _ = layer(sequences.tokens)
+        optimiser.zero_grad(set_to_none=True)
+        _loss(output, sequences).backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+    with torch.no_grad():
+        sequences = sample_sequences(torch.Generator().manual_seed(10**6), 2048)
+        output, weights = layer(sequences.tokens)
+        # The first position sees only itself.
+        first, triggers = weights[:, 1:, 0], sequences.triggers[:, 1:]
+        loss = _loss(output, sequences) / _loss(torch.zeros_like(output), sequences)
+        return Sink(float(first[~triggers].mean()), float(first[triggers].mean()), float(loss))
 
 
 def _loss(output: Tensor, sequences: Sequences) -> Tensor:

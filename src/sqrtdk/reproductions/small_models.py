@@ -1,4 +1,4 @@
-"""Reproductions on models of their own: QK-clip after every step, one head over sets, one layer that needs a sink."""
+"""Reproductions with training loops of their own: trained logits times a factor, QK-clip, heads over sets, sinks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,73 @@ from sqrtdk.exercises.estimates import Estimate
 from sqrtdk.lab.laboratory import Lab
 from sqrtdk.lab.outcomes import MARGIN
 from sqrtdk.lab.spec import RunSpec
-from sqrtdk.reproductions.lab_runs import estimate_shift, list_seeds
+from sqrtdk.reproductions.lab_runs import estimate_shift, list_seeds, span_seeds
 from sqrtdk.reproductions.reproduction import Chart, Expectation, Measured, trained_reproduction
 
-_MARGIN = MARGIN * math.log(16)
+_MARGIN = MARGIN * math.log(16)  # of the chance loss of recall with 16 symbols
+_THRESHOLD = math.log(16) / 10.0
+_FACTORS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+
+
+@trained_reproduction(
+    "logit-factor",
+    "A trained head is sharp: it bears logits that are several times too large, and breaks when they are several times "
+    "too small",
+    "the weight 1/(1 + (n − 1)·e^−κm) of a key that leads by m, for logits times κ",
+    Expectation("held-out loss with logits times 4", "≤", _THRESHOLD),
+    Expectation("held-out loss with logits times ¼", "≥", _THRESHOLD),
+    Expectation("octaves to the break by larger logits minus octaves by smaller ones", "≥", 0.0),
+    chart=Chart(
+        "losses",
+        "factor",
+        "loss",
+        "factor κ on the logits",
+        "held-out loss, median of seeds",
+        by=None,
+        log_x=True,
+        log_y=True,
+        bound=(_THRESHOLD, "a tenth of chance"),
+    ),
+    scaled_down="recall, dₖ 64, 600 steps at a learning rate of 0.001, 6 seeds",
+)
+def scale_trained_logits(
+    seed: int, lab: Lab, *, factors: Sequence[float] = _FACTORS, seeds: int = 6, steps: int = 600
+) -> Measured:
+    """Return the held-out loss of trained models whose scale is swapped for κ/√dₖ, without further training."""
+    from sqrtdk.reproductions.training import evaluate, train_model
+
+    losses = np.empty((seeds, len(factors)))
+    for place, one in enumerate(list_seeds(seed, seeds)):
+        spec = RunSpec(seed=one, steps=steps)
+        model = train_model(spec).model
+        for column, factor in enumerate(factors):
+            model.set_scale(f"temperature:{1 / factor:g}")
+            losses[place, column] = evaluate(model, spec)
+    at = dict(zip(factors, losses.T, strict=True))
+    up = [_octaves_to_break(of_seed, factors, 1) for of_seed in losses]
+    down = [_octaves_to_break(of_seed, factors, -1) for of_seed in losses]
+    return Measured(
+        {
+            "held-out loss with logits times 4": estimate_shift(at[4.0]),
+            "held-out loss with logits times ¼": estimate_shift(at[0.25]),
+            "octaves to the break by larger logits minus octaves by smaller ones": estimate_shift(
+                np.subtract(up, down)
+            ),
+        },
+        {"losses": [{"factor": factor, "loss": float(np.median(of)), **span_seeds(of)} for factor, of in at.items()]},
+    )
+
+
+def _octaves_to_break(losses: Sequence[float], factors: Sequence[float], direction: int) -> float:
+    """Return |log₂ κ| of the first factor on that side of 1 whose loss passes the threshold, else one octave more."""
+    side = sorted(
+        (direction * math.log2(factor), loss)
+        for factor, loss in zip(factors, losses, strict=True)
+        if direction * math.log2(factor) >= 0
+    )
+    return next((octaves for octaves, loss in side if loss >= _THRESHOLD), side[-1][0] + 1)
+
+
 _CLIP = 30.0
 
 
@@ -40,26 +103,27 @@ _CLIP = 30.0
 )
 def compare_clip_with_norm(seed: int, lab: Lab, *, seeds: int = 6, steps: int = 400) -> Measured:
     """Return the largest logits over training and the final losses of three ways to train."""
-    from sqrtdk.reproductions.clipping import train_clipped
+    from sqrtdk.reproductions.training import evaluate, train_model
 
     ways: dict[str, tuple[str, float | None]] = {
         "1/√dₖ": ("sqrt", None),
         "1/√dₖ with QK-clip": ("sqrt", _CLIP),
         "QK-norm": ("qk_norm", None),
     }
-    runs = {
-        name: [
-            train_clipped(RunSpec(scale=scale, seed=one, steps=steps, lr=1e-2), threshold)
-            for one in list_seeds(seed, seeds)
-        ]
-        for name, (scale, threshold) in ways.items()
-    }
-    plain, clipped, normed = (np.array([one.loss for one in of_name]) for of_name in runs.values())
+    losses, largest = dict[str, list[float]](), dict[str, list[list[float]]]()
+    for name, (scale, threshold) in ways.items():
+        losses[name], largest[name] = [], []
+        for one in list_seeds(seed, seeds):
+            spec = RunSpec(scale=scale, seed=one, steps=steps, lr=1e-2)
+            trained = train_model(spec, threshold)
+            losses[name].append(evaluate(trained.model, spec))
+            largest[name].append(trained.largest)
+    plain, clipped, normed = (np.array(of_name) for of_name in losses.values())
     rows = []
-    for name, of_name in runs.items():
-        medians = np.median([one.largest for one in of_name], axis=0)
+    for name, of_name in largest.items():
+        medians = np.median(of_name, axis=0)
         rows += [{"line": name, "step": step, "logit": float(medians[step])} for step in range(0, steps, 10)]
-    last = {name: [max(one.largest[-50:]) for one in of_name] for name, of_name in runs.items()}
+    last = {name: [max(one[-50:]) for one in of_name] for name, of_name in largest.items()}
     return Measured(
         {
             "control: largest logit of the last 50 steps without QK-clip": estimate_shift(last["1/√dₖ"]),
@@ -87,7 +151,7 @@ _SIZES = (16, 64, 256, 1024, 4096)
     scaled_down="1000 steps on sets of 16, sets of at most 4096, 6 seeds",
 )
 def measure_dispersion(
-    seed: int, lab: Lab, *, seeds: int = 6, steps: int = 1000, sizes: Sequence[int] = _SIZES, sets: int = 512
+    seed: int, lab: Lab, *, seeds: int = 6, steps: int = 1000, sizes: Sequence[int] = _SIZES, sets: int = 256
 ) -> Measured:
     """Return the share of right answers and the largest weight by size, with and without the temperature."""
     from sqrtdk.reproductions.sets import MAXIMUM, ask_head, train_head
@@ -116,7 +180,7 @@ def measure_dispersion(
 
 def _rows_by_size(accuracy: dict[str, np.ndarray], sizes: Sequence[int]) -> list[dict[str, object]]:
     return [
-        {"line": name, "n": n, "accuracy": float(of.mean()), "low": float(of.min()), "high": float(of.max())}
+        {"line": name, "n": n, "accuracy": float(of.mean()), **span_seeds(of)}
         for name, of_name in accuracy.items()
         for n, of in zip(sizes, of_name.T, strict=True)
     ]
@@ -134,7 +198,7 @@ def _rows_by_size(accuracy: dict[str, np.ndarray], sizes: Sequence[int]) -> list
     scaled_down="one head over sets of pairs, 1000 steps on 16 pairs, at most 4096 pairs, 6 seeds",
 )
 def measure_lengths(
-    seed: int, lab: Lab, *, seeds: int = 6, steps: int = 1000, sizes: Sequence[int] = _SIZES, sets: int = 512
+    seed: int, lab: Lab, *, seeds: int = 6, steps: int = 1000, sizes: Sequence[int] = _SIZES, sets: int = 256
 ) -> Measured:
     """Return the share of right answers by the number of pairs; 1/√dₖ and log n share their trained heads."""
     from sqrtdk.reproductions.sets import RECALL, ask_head, train_head
@@ -171,9 +235,9 @@ def measure_lengths(
         for kind in ("softmax", "ReLU", "softmax with gate")
     ),
     chart=Chart("sinks", "place", "weight", "", "weight on the first token", by="line"),
-    scaled_down="one layer, one head, 16 tokens, 1500 steps, 6 seeds",
+    scaled_down="one layer, one head, 16 tokens, 1000 steps, 6 seeds",
 )
-def compare_sinks(seed: int, lab: Lab, *, seeds: int = 6, steps: int = 1500) -> Measured:
+def compare_sinks(seed: int, lab: Lab, *, seeds: int = 6, steps: int = 1000) -> Measured:
     """Return the weight on the first token of three kinds of attention that learned the conditional task."""
     from sqrtdk.reproductions.sinks import Kind, train_layer
 
@@ -196,6 +260,6 @@ def compare_sinks(seed: int, lab: Lab, *, seeds: int = 6, steps: int = 1500) -> 
             ("nothing is asked", first[kind]),
             ("at the trigger", np.array([one.at_trigger for one in found[kind]])),
         ):
-            ends = {"low": float(values.min()), "high": float(values.max())}
-            rows.append({"line": asked, "place": place, "name": kind, "weight": float(values.mean()), **ends})
+            row = {"line": asked, "place": place, "name": kind, "weight": float(values.mean())}
+            rows.append(row | span_seeds(values))
     return Measured(estimates, {"sinks": rows})

@@ -1,0 +1,111 @@
+"""Figures of reproductions: a panel per published result, drawn as its chart says, with the verdict in the title."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sqrtdk.errors import unknown_name
+from sqrtdk.records.record import Record
+from sqrtdk.report.palette import NEUTRAL, policy_colour
+from sqrtdk.report.panels import Axis, Dash, Figure, Line, Panel, Points, ReferenceLine, Series, floats, name_ticks
+from sqrtdk.wording.names import name_policy
+
+# Lines that are scaling policies have the policy's colour, other lines take the next of these.
+_COLOURS = ("#1f83c9", "#d55e00", "#009e73", "#8a63d2", "#b08900", "#c0609a")
+_POLICIES = {name_policy(name): policy_colour(name) for name in ("none", "sqrt", "qk_norm")}
+_MOST_MARKED = 16
+
+
+def show_reproductions(record: Record) -> Figure:
+    """Return the panels of all results of a record; a single result has its sentence as the title."""
+    names = list(record.curves)
+    verdicts = Counter(row["verdict"] for row in record.tables["reproductions"])
+    panels = [_show_one(name, record.curves[name], _verdicts(record, name)) for name in names]
+    if len(panels) == 1:
+        title = record.curves[names[0]]["title"]
+    else:
+        title = f"{len(names)} published results: {_list_verdicts(verdicts)}"
+    scaled_down = dict.fromkeys(row["scaled_down"] for row in record.tables["reproductions"] if row["scaled_down"])
+    caption = f"Scaled down: {'; '.join(scaled_down)}." if len(panels) == 1 and scaled_down else ""
+    if any("low" in row for name in names for row in _rows(record.curves[name])):
+        caption = f"Bars span the seeds or a 95% interval. {caption}".strip()
+    return Figure(title, tuple(panels), columns=min(3, len(panels)), caption=caption, panel_height=300)
+
+
+def show_reproduction(record: Record, name: str) -> Figure:
+    """Return the figure of one result of a record."""
+    if name not in record.curves:
+        raise unknown_name("reproduction", name, list(record.curves))
+    rows = [row for row in record.tables["reproductions"] if row["name"] == name]
+    return show_reproductions(Record(record.kind, {}, {"reproductions": rows}, {name: record.curves[name]}))
+
+
+def _verdicts(record: Record, name: str) -> str:
+    return _list_verdicts(Counter(row["verdict"] for row in record.tables["reproductions"] if row["name"] == name))
+
+
+def _list_verdicts(verdicts: Mapping[str, int]) -> str:
+    """Return how many expectations passed, failed or stay unclear.
+
+    >>> _list_verdicts({"pass": 3, "fail": 1})
+    '3 pass, 1 fail'
+    """
+    return ", ".join(f"{verdicts[name]} {name}" for name in ("pass", "fail", "unclear") if verdicts.get(name))
+
+
+def _rows(curves: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    rows: Sequence[Mapping[str, Any]] = curves[curves["chart"]["curve"]]
+    return rows
+
+
+def _show_one(name: str, curves: Mapping[str, Any], verdicts: str) -> Panel:
+    chart, rows = curves["chart"], _rows(curves)
+    by = chart["by"]
+    lines: dict[str | None, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        lines.setdefault(None if by is None else str(row[by]), []).append(row)
+    predicted = set(chart["predicted"])
+    shown: list[Series] = []
+    for place, (label, of_line) in enumerate(lines.items()):
+        is_predicted = label in predicted
+        colour = NEUTRAL if is_predicted else _POLICIES.get(label or "", _COLOURS[place % len(_COLOURS)])
+        dash: Dash = ("dash", "dot", "dashdot")[sum(one in predicted for one in list(lines)[:place]) % 3]
+        shown += _draw_line(of_line, chart, colour, label, dash if is_predicted else "solid", marks=not is_predicted)
+    categories = {float(row[chart["x"]]): str(row["name"]) for row in rows if "name" in row}
+    values = [row[chart["x"]] for row in rows]
+    if categories:
+        x = Axis(chart["x_title"], low=min(values) - 0.5, high=max(values) + 0.5, ticks=tuple(categories.items()))
+    else:
+        x = Axis(chart["x_title"], log=chart["log_x"], ticks=name_ticks(values, 6) if len(set(values)) <= 8 else None)
+    bound = chart["bound"]
+    return Panel(
+        f"{name}: {verdicts}",
+        x,
+        Axis(chart["y_title"], log=chart["log_y"]),
+        tuple(shown),
+        () if bound is None else (ReferenceLine(bound[0], bound[1]),),
+        name=name,
+    )
+
+
+def _draw_line(
+    rows: Sequence[Mapping[str, Any]],
+    chart: Mapping[str, Any],
+    colour: str,
+    label: str | None,
+    dash: Dash,
+    *,
+    marks: bool,
+) -> list[Series]:
+    x, y = floats(row[chart["x"]] for row in rows), floats(row[chart["y"]] for row in rows)
+    is_categorical = any("name" in row for row in rows)
+    drawn: list[Series] = [] if is_categorical else [Line(x, y, colour, label, dash)]
+    if marks and len(rows) <= _MOST_MARKED:
+        ends = {}
+        if all("low" in row for row in rows):
+            ends = {name: floats(row[name] for row in rows) for name in ("low", "high")}
+        # The line has the entry in the legend.
+        drawn.append(Points(x, y, colour, label if is_categorical else None, **ends))
+    return drawn
