@@ -73,15 +73,29 @@ def test_a_stored_reproduction_is_not_trained_again(monkeypatch, tmp_path):
 
 def test_the_failing_size_lies_between_the_last_that_is_solved_and_the_next():
     def answer(spec):
-        most = {4: 8, 8: 8, 16: 16}[spec.task_parameters["pairs"]]
-        return ({"solved": spec.scale == "sqrt" or spec.d_k <= most},)
+        pairs = spec.task_parameters["pairs"]
+        if spec.d_k < 8:
+            return ({"solved": False},)  # too few dimensions for either
+        return ({"solved": spec.scale == "sqrt" or spec.d_k <= {4: 8, 8: 8, 16: 16}[pairs]},)
 
     measured = lab_runs.find_failing_size(0, Replayed(answer))
     assert measured["failing dₖ divided by 2 ln n, n = 12"].value == pytest.approx(
         math.sqrt(8 * 16) / (2 * math.log(12))
     )
-    assert measured["failing dₖ at n = 48 divided by failing dₖ at n = 12"].value == pytest.approx(2.0)
+    assert measured["failing dₖ at n = 48 divided by failing dₖ at n = 12"] == pytest.approx((2.0, 2.0, 2.0))
     assert measured["control: share solved with 1/√dₖ at dₖ 32, n = 24"].value == 1.0
+
+
+@pytest.mark.parametrize(("solves", "ends"), [(False, (0.0, 4.0)), (True, (64.0, math.inf))])
+def test_a_failing_size_outside_of_the_grid_has_an_open_interval(solves, ends):
+    measured = lab_runs.find_failing_size(0, Replayed(lambda spec: ({"solved": spec.scale == "sqrt" or solves},)))
+    low, high = (end / (2 * math.log(12)) for end in ends)
+    found = measured["failing dₖ divided by 2 ln n, n = 12"]
+    assert low <= found.low
+    assert found.high <= high
+    assert (found.low == 0.0) != solves
+    growth = measured["failing dₖ at n = 48 divided by failing dₖ at n = 12"]
+    assert (growth.low, growth.high) == (0.0, math.inf)
 
 
 def test_sensitivity_is_wortsmans():
@@ -155,7 +169,8 @@ def test_the_answer_at_the_trigger_is_the_mean_of_the_tokens_before():
         assert place >= 2
         assert torch.allclose(targets[place], tokens[1:place, 3:].mean(dim=0, keepdim=True), atol=1e-6)
         assert not targets[~triggers].any()
-        assert tokens[0, 3:].abs().sum() == 0 and tokens[:, :3].sum() == len(tokens)
+        assert tokens[0, 3:].abs().sum() == 0
+        assert tokens[:, :3].sum() == len(tokens)
 
 
 @pytest.mark.parametrize("kind", ["softmax", "ReLU", "softmax with gate"])
@@ -165,5 +180,6 @@ def test_layers_are_causal(kind):
     changed = tokens.clone()
     changed[:, 9:] += 1.0
     (before, weights), (after, _) = layer(tokens), layer(changed)
-    assert torch.allclose(before[:, :9], after[:, :9], atol=1e-6) and not torch.allclose(before[:, 9:], after[:, 9:])
+    assert torch.allclose(before[:, :9], after[:, :9], atol=1e-6)
+    assert not torch.allclose(before[:, 9:], after[:, 9:])
     assert torch.allclose(weights.sum(dim=-1), torch.ones(2, 17), atol=1e-5) == (kind != "ReLU")

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sqrtdk.errors import unknown_name
-from sqrtdk.records.record import Record
+from sqrtdk.records.record import Record, Row
 from sqrtdk.report.palette import NEUTRAL, policy_colour
 from sqrtdk.report.panels import Axis, Dash, Figure, Line, Panel, Points, ReferenceLine, Series, floats, name_ticks
+from sqrtdk.show.table import count
 from sqrtdk.wording.names import name_policy
 
 # Lines that are scaling policies have the policy's colour, other lines take the next of these.
@@ -22,7 +23,10 @@ def show_reproductions(record: Record) -> Figure:
     """Return the panels of all results of a record; a single result has its sentence as the title."""
     names = list(record.curves)
     verdicts = Counter(row["verdict"] for row in record.tables["reproductions"])
-    panels = [_show_one(name, record.curves[name], _verdicts(record, name)) for name in names]
+    panels = [
+        _show_one(name, record.curves[name], _verdicts(record, name), prefix=f"{name}: " if len(names) > 1 else "")
+        for name in names
+    ]
     if len(panels) == 1:
         title = record.curves[names[0]]["title"]
     else:
@@ -40,6 +44,17 @@ def show_reproduction(record: Record, name: str) -> Figure:
         raise unknown_name("reproduction", name, list(record.curves))
     rows = [row for row in record.tables["reproductions"] if row["name"] == name]
     return show_reproductions(Record(record.kind, {}, {"reproductions": rows}, {name: record.curves[name]}))
+
+
+def count_verdicts(rows: Sequence[Row]) -> str:
+    """Return a sentence about how many expectations passed, failed or stay unclear.
+
+    >>> count_verdicts([{"name": "ssmax", "verdict": "pass"}, {"name": "ssmax", "verdict": "fail"}])
+    'Of 2 expectations about 1 result: 1 pass, 1 fail.'
+    """
+    names = {row["name"] for row in rows}
+    verdicts = _list_verdicts(Counter(row["verdict"] for row in rows))
+    return f"Of {count(len(rows), 'expectation')} about {count(len(names), 'result')}: {verdicts}."
 
 
 def _verdicts(record: Record, name: str) -> str:
@@ -60,7 +75,7 @@ def _rows(curves: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     return rows
 
 
-def _show_one(name: str, curves: Mapping[str, Any], verdicts: str) -> Panel:
+def _show_one(name: str, curves: Mapping[str, Any], verdicts: str, *, prefix: str) -> Panel:
     chart, rows = curves["chart"], _rows(curves)
     by = chart["by"]
     lines: dict[str | None, list[Mapping[str, Any]]] = {}
@@ -72,7 +87,8 @@ def _show_one(name: str, curves: Mapping[str, Any], verdicts: str) -> Panel:
         is_predicted = label in predicted
         colour = NEUTRAL if is_predicted else _POLICIES.get(label or "", _COLOURS[place % len(_COLOURS)])
         dash: Dash = ("dash", "dot", "dashdot")[sum(one in predicted for one in list(lines)[:place]) % 3]
-        shown += _draw_line(of_line, chart, colour, label, dash if is_predicted else "solid", marks=not is_predicted)
+        group = None if label is None else prefix + label
+        shown += _draw_line(of_line, chart, colour, group, dash if is_predicted else "solid", marks=not is_predicted)
     categories = {float(row[chart["x"]]): str(row["name"]) for row in rows if "name" in row}
     values = [row[chart["x"]] for row in rows]
     if categories:
@@ -103,9 +119,11 @@ def _draw_line(
     is_categorical = any("name" in row for row in rows)
     drawn: list[Series] = [] if is_categorical else [Line(x, y, colour, label, dash)]
     if marks and len(rows) <= _MOST_MARKED:
-        ends = {}
-        if all("low" in row for row in rows):
-            ends = {name: floats(row[name] for row in rows) for name in ("low", "high")}
+        low, high = (
+            (floats(row[name] for row in rows) for name in ("low", "high"))
+            if all("low" in row for row in rows)
+            else (None, None)
+        )
         # The line has the entry in the legend.
-        drawn.append(Points(x, y, colour, label if is_categorical else None, **ends))
+        drawn.append(Points(x, y, colour, label if is_categorical else None, low=low, high=high))
     return drawn

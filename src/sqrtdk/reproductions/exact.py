@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +38,9 @@ Array = npt.NDArray[np.float64]
 def compare_entropy_with_its_bound(seed: int) -> Measured:
     """Return entropies against their bound, for eight kinds of random logits of 2 to 512 keys and extremal rows."""
     rng = np.random.default_rng(seed)
-    below, apart, curve = 0, 0.0, []
+    below, apart = 0, 0.0
+    spreads: dict[int, list[Array]] = defaultdict(list)
+    entropies: dict[int, list[Array]] = defaultdict(list)
     for n in (2, 3, 8, 64, 512):
         for spread in (0.01, 0.1, 1.0, 3.0, 10.0, 30.0):
             draws = (rng.standard_normal, rng.standard_exponential, rng.standard_cauchy, rng.random)
@@ -47,10 +51,22 @@ def compare_entropy_with_its_bound(seed: int) -> Measured:
             extremal[0, 0] = spread * n / math.sqrt(n - 1)  # a row with standard deviation `spread`
             floor = float(theory.entropy_lower_bound(spread, n))
             apart = max(apart, abs(float(_entropy(extremal)[0]) - floor))
-            if n in (8, 512):
-                least = float(_entropy(logits).min())
-                curve.append({"line": f"bound, n = {n}", "sigma": spread, "value": floor})
-                curve.append({"line": f"lowest of 4000 rows, n = {n}", "sigma": spread, "value": least})
+            spreads[n].append(sigma)
+            entropies[n].append(_entropy(logits))
+    curve = []
+    for n in (8, 512):
+        sigma, entropy = np.concatenate(spreads[n]), np.concatenate(entropies[n])
+        edges = np.geomspace(0.01, 100.0, 33)
+        curve += [
+            {"line": f"bound, n = {n}", "sigma": float(edge), "value": float(theory.entropy_lower_bound(edge, n))}
+            for edge in edges
+        ]
+        for low, high in pairwise(edges[::2]):
+            inside = np.flatnonzero((sigma >= low) & (sigma < high))
+            if inside.size:
+                least = inside[entropy[inside].argmin()]
+                row = {"sigma": float(sigma[least]), "value": float(entropy[least])}
+                curve.append({"line": f"lowest entropies, n = {n}", **row})
     return Measured(
         {"rows below the bound": below, "distance of the extremal row from the bound": apart}, {"entropy": curve}
     )

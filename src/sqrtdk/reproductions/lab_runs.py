@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -64,53 +65,61 @@ def list_seeds(first: int, count: int) -> range:
         log_y=True,
         predicted=("2 ln n", "8 ln n"),
     ),
-    scaled_down="recall of 4, 8 and 16 pairs, dₖ 2 to 32, 600 steps at a learning rate of 0.001, 4 seeds",
+    scaled_down="recall of 4, 8 and 16 pairs, dₖ 4 to 64, 600 steps at a learning rate of 0.001, 4 seeds",
 )
 def find_failing_size(
-    seed: int, lab: Lab, *, d_ks: Sequence[int] = (2, 4, 8, 16, 32), seeds: int = 4, steps: int = 600
+    seed: int, lab: Lab, *, d_ks: Sequence[int] = (4, 8, 16, 32, 64), seeds: int = 4, steps: int = 600
 ) -> Measured:
-    """Return, per length, the dₖ between the last that each seed solves and the next, and the shares of the control.
+    """Return, per length, the smallest dₖ at which no scaling fails although 1/√dₖ solves the task with the same seed.
 
-    A seed that has failed is not trained at larger dₖ.
+    It lies between that dₖ and the one before. A seed that has failed is not trained at larger dₖ. Where a seed fails
+    at the smallest dₖ or at none, only one end is known, and the interval is open on the other side.
     """
     chosen = list_seeds(seed, seeds)
     cells = [(n, one) for n in _LENGTHS for one in chosen]
 
-    def solved(scale: str, d_k: int, asked: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    def solve(scale: str, d_k: int, asked: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
         specs = [
             RunSpec(scale=scale, d_k=d_k, seed=one, steps=steps, task_parameters={"pairs": n // 3}) for n, one in asked
         ]
-        return [cell for cell, record in zip(asked, lab.run(specs), strict=True) if record.row["solved"]]
+        return {cell for cell, record in zip(asked, lab.run(specs), strict=True) if record.row["solved"]}
 
-    controls = Counter(n for n, _ in solved("sqrt", d_ks[-1], cells))
-    levels, left = dict.fromkeys(cells, 0), cells
-    for level, d_k in enumerate(d_ks, start=1):
-        left = solved("none", d_k, left)
-        levels |= dict.fromkeys(left, level)
+    controls = Counter(n for n, _ in solve("sqrt", 32, cells))
+    levels, left = dict.fromkeys(cells, len(d_ks)), cells
+    for level, d_k in enumerate(d_ks):
+        solved = solve("none", d_k, left)
+        failed = solve("sqrt", d_k, [cell for cell in left if cell not in solved])
+        levels |= dict.fromkeys(failed, level)
+        left = [cell for cell in left if cell not in failed]
+    grid = [d_ks[0] / 2, *d_ks, 2 * d_ks[-1]]
+    logs = {n: [math.log2(grid[levels[n, one]] * grid[levels[n, one] + 1]) / 2 for one in chosen] for n in _LENGTHS}
+    below = {n: any(levels[n, one] == 0 for one in chosen) for n in _LENGTHS}
+    above = {n: any(levels[n, one] == len(d_ks) for one in chosen) for n in _LENGTHS}
     estimates: dict[str, Estimate] = {}
     failing = []
-    logs = {n: [_log_between(levels[n, one], d_ks) for one in chosen] for n in _LENGTHS}
     for n in _LENGTHS:
-        found = Estimate(*(2.0**end for end in estimate_mean(logs[n])))
+        found = _open_ends(estimate_mean(logs[n]), below[n], above[n])
         for factor in (2, 8):
             limit = factor * math.log(n)
             estimates[f"failing dₖ divided by {factor} ln n, n = {n}"] = Estimate(*(end / limit for end in found))
             failing.append({"line": f"{factor} ln n", "n": n, "d_k": limit})
-        failing.append({"line": "no scaling", "n": n, "d_k": found.value, "low": found.low, "high": found.high})
+        ends = {"low": max(found.low, 1.0), "high": min(found.high, 4.0 * d_ks[-1])}
+        failing.append({"line": "no scaling", "n": n, "d_k": found.value, **ends})
         estimates[f"control: share solved with 1/√dₖ at dₖ 32, n = {n}"] = estimate_share(controls[n], seeds)
     growth = estimate_mean(np.subtract(logs[48], logs[12]))
-    estimates["failing dₖ at n = 48 divided by failing dₖ at n = 12"] = Estimate(*(2.0**end for end in growth))
+    estimates["failing dₖ at n = 48 divided by failing dₖ at n = 12"] = _open_ends(
+        growth, below[48] or above[12], above[48] or below[12]
+    )
     return Measured(estimates, {"failing": failing})
 
 
-def _log_between(solved: int, d_ks: Sequence[int]) -> float:
-    """Return log₂ of the dₖ between the last of so many solved ones and the next; outside the grid half a step off."""
-    below = d_ks[solved - 1] if solved else d_ks[0] / 2
-    above = d_ks[solved] if solved < len(d_ks) else 2 * d_ks[-1]
-    return (math.log2(below) + math.log2(above)) / 2
+def _open_ends(log: Estimate, below: bool, above: bool) -> Estimate:
+    """Return 2 to the power of an estimate, open on the sides where some value lies outside of the grid."""
+    value, low, high = (2.0**end for end in log)
+    return Estimate(value, 0.0 if below else low, math.inf if above else high)
 
 
-_START = {
+_START: dict[str, dict[str, str]] = {
     "1/√dₖ": {},
     "no scaling": {"scale": "none"},
     "no scaling, rescaled init": {"scale": "none", "init": "rescaled"},
@@ -136,7 +145,7 @@ def compare_start_with_scale(
     """Return training losses of four settings that share data and all weights but W_q and W_k, seed by seed."""
     chosen = list_seeds(seed, seeds)
     specs = [
-        RunSpec(**{"d_k": d_k, "seed": one, "steps": steps, "lr": lr, **setting})
+        replace(RunSpec(d_k=d_k, seed=one, steps=steps, lr=lr), **setting)  # type: ignore[arg-type]
         for setting in _START.values()
         for one in chosen
     ]
@@ -225,9 +234,10 @@ def compare_rate_sensitivity(
     )
 
 
-def span_seeds(values: Sequence[float]) -> dict[str, float]:
+def span_seeds(values: Iterable[float]) -> dict[str, float]:
     """Return the smallest and the largest value, for the bars of a chart."""
-    return {"low": float(min(values)), "high": float(max(values))}
+    found = [float(value) for value in values]
+    return {"low": min(found), "high": max(found)}
 
 
 _LEARNED = {"one per head": "learned", "one per query": "query"}

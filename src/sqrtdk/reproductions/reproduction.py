@@ -222,6 +222,7 @@ def _judge(one: Reproduction, expected: Expectation, measured: Estimate) -> dict
         "high": finite(measured.high),
         "verdict": expected.judge(measured),
         "source": one.source,
+        "trains": one.trains,
         "scaled_down": one.scaled_down,
     }
 

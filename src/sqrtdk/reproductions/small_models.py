@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -68,7 +68,7 @@ def scale_trained_logits(
     )
 
 
-def _octaves_to_break(losses: Sequence[float], factors: Sequence[float], direction: int) -> float:
+def _octaves_to_break(losses: Iterable[float], factors: Sequence[float], direction: int) -> float:
     """Return |log₂ κ| of the first factor on that side of 1 whose loss passes the threshold, else one octave more."""
     side = sorted(
         (direction * math.log2(factor), loss)
