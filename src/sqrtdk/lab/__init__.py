@@ -1,6 +1,7 @@
 """Experiments: a spec becomes runs, and runs become a record. torch loads only for training."""
 
 from sqrtdk.lab.ablation import ablate
+from sqrtdk.lab.grid import GridSpec, plan_grid, read_grid, train_grid
 from sqrtdk.lab.laboratory import Executor, Lab
 from sqrtdk.lab.processes import Processes
 from sqrtdk.lab.spec import CONTROLS, INITS, STEPS, AblationSpec, Choice, RunSpec
@@ -15,6 +16,7 @@ __all__ = [
     "AblationSpec",
     "Choice",
     "Executor",
+    "GridSpec",
     "Lab",
     "Processes",
     "Progress",
@@ -22,5 +24,8 @@ __all__ = [
     "RunSpec",
     "Store",
     "ablate",
+    "plan_grid",
+    "read_grid",
     "swap_scale",
+    "train_grid",
 ]

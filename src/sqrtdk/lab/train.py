@@ -37,7 +37,8 @@ def train(spec: RunSpec, report: Report | None = None) -> RunRecord:
         report: called with the number of updates done and the curves so far, after each update.
 
     Returns:
-        The record; its status is ``"diverged"`` as soon as a loss is not finite.
+        The record; its status is ``"diverged"`` as soon as a loss is not finite or passes `stop_above`, and
+        `diverged_at` is the step.
     """
     began = time.perf_counter()
     with _one_thread():
@@ -69,6 +70,18 @@ class _Run:
         self.rng = np.random.default_rng([_DATA_STREAM, spec.seed])
         self.curves: dict[str, list[float]] = {name: [] for name in CURVES}
         self.report = report
+        self.step = 0
+
+    def diverged(self) -> dict[str, Any]:
+        """Return the outcome of a run that diverged at the present step."""
+        return {
+            "status": "diverged",
+            "diverged_at": self.step,
+            "final_loss": None,
+            "final_accuracy": None,
+            "solved": False,
+            "steps_to_threshold": None,
+        }
 
     def execute(self) -> dict[str, Any]:
         """Train, with the swap if there is one, and return the status."""
@@ -80,12 +93,12 @@ class _Run:
             self.model.set_scale(spec.scale)
             outcome["swapped_loss"], outcome["swapped_accuracy"] = self.evaluate()
             if not finite:
-                return {**outcome, **_diverged()}
+                return {**outcome, **self.diverged()}
         if not self.advance(spec.start_steps, spec.total_steps):
-            return {**outcome, **_diverged()}
+            return {**outcome, **self.diverged()}
         loss, accuracy = self.evaluate()
         if loss is None:
-            return {**outcome, **_diverged()}
+            return {**outcome, **self.diverged()}
         return {
             **outcome,
             "status": "done",
@@ -97,10 +110,11 @@ class _Run:
         }
 
     def advance(self, first: int, last: int) -> bool:
-        """Do the updates from `first` to `last`; False when the loss stopped being finite."""
+        """Do the updates from `first` to `last`; False when the loss stopped being finite or passed `stop_above`."""
         losses: list[float] = []
         accuracies: list[float] = []
         for step in range(first, last):
+            self.step = step
             is_point = step % self.spec.record_every == 0 or step == last - 1
             scores, seen, targets = self.ask(self.task.sample(self.rng, self.spec.batch), statistics=is_point)
             loss = functional.cross_entropy(scores, targets)
@@ -114,6 +128,8 @@ class _Run:
                 grad_q, grad_k = self.model.query_key_gradient_norms()
                 point = {"step": step, "loss": float(np.mean(losses)), "accuracy": float(np.mean(accuracies))}
                 self.record({**point, "grad_q": grad_q, "grad_k": grad_k, **describe_attention(seen)})
+                if self.spec.stop_above is not None and point["loss"] > self.spec.stop_above * self.task.chance_loss:
+                    return False
                 losses, accuracies = [], []
             self.optimiser.step()
             if self.report is not None:
@@ -153,13 +169,3 @@ class _Run:
 
 def _accuracy(scores: Tensor, targets: Tensor) -> float:
     return (scores.argmax(dim=-1) == targets).float().mean().item()
-
-
-def _diverged() -> dict[str, Any]:
-    return {
-        "status": "diverged",
-        "final_loss": None,
-        "final_accuracy": None,
-        "solved": False,
-        "steps_to_threshold": None,
-    }
