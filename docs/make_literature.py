@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sqrtdk.lab import Lab
 from sqrtdk.report.files import save_figure, write_whole
-from sqrtdk.report.reproduction_figures import count_verdicts, show_reproduction
+from sqrtdk.report.reproduction_figures import count_verdicts, select_result
 from sqrtdk.reproductions import REPRODUCTIONS, reproduce
 from sqrtdk.reproductions.shipped import COMMAND, compact, load_reproductions
 from sqrtdk.show.progress import follow, progress_bar
@@ -46,7 +46,7 @@ def write_page(record):
         scaled_down = f" Scaled down: {rows[0]['scaled_down']}." if rows[0]["scaled_down"] else ""
         parts += [
             f"\n## {name}\n",
-            f"{title}.\n",
+            f"{title}: **{record.curves[name]['outcome']}**.\n",
             f"Source: {rows[0]['source']}.{scaled_down}\n",
             f"![{title}](images/literature-{name}.png)\n",
             "| expected | measured | 95 % interval | verdict |\n|---|---|---|---|",
@@ -83,7 +83,7 @@ def main(store):
     load_reproductions.cache_clear()
     write_whole(PAGE, write_page(record).encode())
     for name in record.spec["names"]:
-        save_figure(show_reproduction(record, name), PICTURES / f"literature-{name}.png")
+        save_figure(select_result(record, name), PICTURES / f"literature-{name}.png")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from sqrtdk.errors import unknown_name
@@ -20,7 +21,7 @@ _MOST_MARKED = 16
 
 
 def show_reproductions(record: Record) -> Figure:
-    """Return the panels of all results of a record; a single result has its sentence as the title."""
+    """Return the panels of all results of a record; a single result has its claim and outcome as the title."""
     names = list(record.curves)
     verdicts = Counter(row["verdict"] for row in record.tables["reproductions"])
     panels = [
@@ -28,7 +29,7 @@ def show_reproductions(record: Record) -> Figure:
         for name in names
     ]
     if len(panels) == 1:
-        title = record.curves[names[0]]["title"]
+        title = f"{record.curves[names[0]]['title']}: {record.curves[names[0]]['outcome']}"
     else:
         title = f"{len(names)} published results: {_list_verdicts(verdicts)}"
     scaled_down = dict.fromkeys(row["scaled_down"] for row in record.tables["reproductions"] if row["scaled_down"])
@@ -38,12 +39,12 @@ def show_reproductions(record: Record) -> Figure:
     return Figure(title, tuple(panels), columns=min(3, len(panels)), caption=caption, panel_height=300)
 
 
-def show_reproduction(record: Record, name: str) -> Figure:
-    """Return the figure of one result of a record."""
+def select_result(record: Record, name: str) -> Record:
+    """Return the part of a record that has one result."""
     if name not in record.curves:
         raise unknown_name("reproduction", name, list(record.curves))
     rows = [row for row in record.tables["reproductions"] if row["name"] == name]
-    return show_reproductions(Record(record.kind, {}, {"reproductions": rows}, {name: record.curves[name]}))
+    return replace(record, tables={"reproductions": rows}, curves={name: record.curves[name]})
 
 
 def count_verdicts(rows: Sequence[Row]) -> str:
@@ -86,15 +87,18 @@ def _show_one(name: str, curves: Mapping[str, Any], verdicts: str, *, prefix: st
     for place, (label, of_line) in enumerate(lines.items()):
         is_predicted = label in predicted
         colour = NEUTRAL if is_predicted else _POLICIES.get(label or "", _COLOURS[place % len(_COLOURS)])
-        dash: Dash = ("dash", "dot", "dashdot")[sum(one in predicted for one in list(lines)[:place]) % 3]
         group = None if label is None else prefix + label
-        shown += _draw_line(of_line, chart, colour, group, dash if is_predicted else "solid", marks=not is_predicted)
+        # Long lines have no marks: every second is dashed, so that a line behind it shows.
+        is_dashed = is_predicted or (len(of_line) > _MOST_MARKED and place % 2 == 1)
+        dash: Dash = "solid" if not is_dashed else "dot" if is_predicted and place % 2 else "dash"
+        shown += _draw_line(of_line, chart, colour, group, dash, marks=not is_predicted)
+    shown.sort(key=lambda one: isinstance(one, Line) and one.dash != "solid")
     categories = {float(row[chart["x"]]): str(row["name"]) for row in rows if "name" in row}
     values = [row[chart["x"]] for row in rows]
     if categories:
         x = Axis(chart["x_title"], low=min(values) - 0.5, high=max(values) + 0.5, ticks=tuple(categories.items()))
     else:
-        x = Axis(chart["x_title"], log=chart["log_x"], ticks=name_ticks(values, 6) if len(set(values)) <= 8 else None)
+        x = Axis(chart["x_title"], log=chart["log_x"], ticks=name_ticks(values) if len(set(values)) <= 8 else None)
     bound = chart["bound"]
     return Panel(
         f"{name}: {verdicts}",

@@ -425,7 +425,7 @@ def _tell_literature(material: Material) -> Chapter:
     trained = [name for name in record.curves if any(row["trains"] for row in rows if row["name"] == name)]
     exhibits = [
         Exhibit(
-            reproduction_figures.show_reproduction(record, name),
+            reproduction_figures.show_reproductions(reproduction_figures.select_result(record, name)),
             record.sentences[name],
             "reproductions",
             "reproductions",
@@ -435,7 +435,9 @@ def _tell_literature(material: Material) -> Chapter:
         for name in trained
     ]
     more = {
-        record.curves[name]["title"]: reproduction_figures.show_reproduction(record, name)
+        record.curves[name]["title"]: reproduction_figures.show_reproductions(
+            reproduction_figures.select_result(record, name)
+        )
         for name in record.curves
         if name not in trained
     }

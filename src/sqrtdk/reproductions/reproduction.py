@@ -202,7 +202,7 @@ def _reproduce_one(one: Reproduction, seed: int, lab: Lab) -> Record:
                 return stored
     measured = one.compute(seed, lab)
     rows = [_judge(one, expected, measured[expected.quantity]) for expected in one.expectations]
-    curves = {**measured.curves, "chart": asdict(one.chart), "title": one.title}
+    curves = {**measured.curves, "chart": asdict(one.chart), "title": one.title, "outcome": name_outcome(rows)}
     record = Record(
         "reproductions",
         spec,
@@ -264,10 +264,18 @@ def _read(one: Reproduction, rows: list[dict[str, Any]]) -> str:
     missed = [
         f"{row['expected']} ({row['verdict']}: {_write_measured(row)})" for row in rows if row["verdict"] != "pass"
     ]
-    kept = len(rows) - len(missed)
-    verdict = "reproduced" if not missed else "not reproduced" if not kept else "reproduced in part"
-    told = f"{one.title}: {verdict}. {kept} of {len(rows)} expectations hold"
+    told = f"{one.title}: {name_outcome(rows)}. {len(rows) - len(missed)} of {len(rows)} expectations hold"
     return f"{told}, but not {', '.join(missed)}." if missed else f"{told}."
+
+
+def name_outcome(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return whether a result was reproduced, by the verdicts on its expectations.
+
+    >>> name_outcome([{"verdict": "pass"}, {"verdict": "unclear"}])
+    'reproduced in part'
+    """
+    kept = [row["verdict"] == "pass" for row in rows]
+    return "reproduced" if all(kept) else "reproduced in part" if any(kept) else "not reproduced"
 
 
 def _write_measured(row: Mapping[str, Any]) -> str:

@@ -35,7 +35,7 @@ def compact(record: Record, date: str) -> Record:
         date: the day on which it was computed.
     """
     curves = {
-        name: {key: round_numbers(of_one[key]) for key in ("chart", "title", of_one["chart"]["curve"])}
+        name: {key: round_numbers(of_one[key]) for key in ("chart", "title", "outcome", of_one["chart"]["curve"])}
         for name, of_one in record.curves.items()
     }
     tables = {name: [round_numbers(row) for row in rows] for name, rows in record.tables.items()}

@@ -99,9 +99,9 @@ _CLIP = 30.0
         log_y=True,
         bound=(_CLIP, "threshold"),
     ),
-    scaled_down="recall, dₖ 64, Adam at a learning rate of 0.01 instead of Muon, 400 steps, 6 seeds",
+    scaled_down="recall, dₖ 64, Adam at a learning rate of 0.01 instead of Muon, 300 steps, 6 seeds",
 )
-def compare_clip_with_norm(seed: int, lab: Lab, *, seeds: int = 6, steps: int = 400) -> Measured:
+def compare_clip_with_norm(seed: int, lab: Lab, *, seeds: int = 6, steps: int = 300) -> Measured:
     """Return the largest logits over training and the final losses of three ways to train."""
     from sqrtdk.reproductions.training import evaluate, train_model
 
@@ -148,10 +148,10 @@ _SIZES = (16, 64, 256, 1024, 4096)
     Expectation("share right at 4096 items minus that at 16", "≤", -0.1),
     Expectation("share right with entropy-dependent temperature minus without, mean over larger sets", "≥", 0.0),
     chart=Chart("accuracy", "n", "accuracy", "items n", "share right", by="line", log_x=True),
-    scaled_down="1000 steps on sets of 16, sets of at most 4096, 6 seeds",
+    scaled_down="600 steps on sets of 16, sets of at most 4096, 6 seeds",
 )
 def measure_dispersion(
-    seed: int, lab: Lab, *, seeds: int = 6, steps: int = 1000, sizes: Sequence[int] = _SIZES, sets: int = 256
+    seed: int, lab: Lab, *, seeds: int = 6, steps: int = 600, sizes: Sequence[int] = _SIZES, sets: int = 256
 ) -> Measured:
     """Return the share of right answers and the largest weight by size, with and without the temperature."""
     from sqrtdk.reproductions.sets import MAXIMUM, ask_head, train_head
@@ -195,10 +195,10 @@ def _rows_by_size(accuracy: dict[str, np.ndarray], sizes: Sequence[int]) -> list
     Expectation("share right at 4096 pairs with log n minus with 1/√dₖ", "≥", 0.0),
     Expectation("share right at 4096 pairs with SSMax minus with 1/√dₖ", "≥", 0.0),
     chart=Chart("accuracy", "n", "accuracy", "pairs n", "share right", by="line", log_x=True),
-    scaled_down="one head over sets of pairs, 1000 steps on 16 pairs, at most 4096 pairs, 6 seeds",
+    scaled_down="one head over sets of pairs, 600 steps on 16 pairs, at most 4096 pairs, 6 seeds",
 )
 def measure_lengths(
-    seed: int, lab: Lab, *, seeds: int = 6, steps: int = 1000, sizes: Sequence[int] = _SIZES, sets: int = 256
+    seed: int, lab: Lab, *, seeds: int = 6, steps: int = 600, sizes: Sequence[int] = _SIZES, sets: int = 256
 ) -> Measured:
     """Return the share of right answers by the number of pairs; 1/√dₖ and log n share their trained heads."""
     from sqrtdk.reproductions.sets import RECALL, ask_head, train_head
