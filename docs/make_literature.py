@@ -21,7 +21,7 @@ RECORD = DOCS.parent / "src" / "sqrtdk" / "records" / "data" / "reproductions.js
 PAGE = DOCS / "literature.md"
 PICTURES = DOCS / "images"
 
-HEAD = """# What the literature says about attention's scale, reproduced
+HEAD = """# The literature on attention's scale, reproduced
 
 `sqrtdk reproduce` computes published results about the scale of attention again. Each result states a quantity and a
 bound before it runs (`--list` shows them). The verdict is `pass` if the whole 95 % interval keeps the bound, `fail` if
@@ -55,14 +55,13 @@ def write_page(record):
                 for row in rows
             ),
         ]
-    return "\n".join(
-        [
-            *parts,
-            "",
-            "The log keeps results that fail or stay unclear: [reproductions](log/2026-11-18-reproductions.md).",
-            "",
-        ]
+    missing = [name for name in REPRODUCTIONS if name not in record.spec["names"]]
+    if missing:
+        parts.append(f"\nNot in the shipped record yet: {', '.join(missing)}.")
+    parts.append(
+        "\nThe log keeps results that fail or stay unclear: [reproductions](log/2026-11-18-reproductions.md).\n"
     )
+    return "\n".join(parts)
 
 
 def _interval(row):

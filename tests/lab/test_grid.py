@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -112,3 +113,10 @@ def test_the_command_plans_and_trains(tmp_path, capsys):
         main(["grid", *shared, "--plot", str(tmp_path / "grid.svg")])
     assert len(json.loads(capsys.readouterr().out)["runs"]) == 2
     assert (tmp_path / "grid.svg").stat().st_size > 1000
+
+
+def test_the_file_in_the_docs_is_a_grid(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "experiments.md").read_text(encoding="utf-8")
+    file = tmp_path / "sweep.toml"
+    file.write_text(page.partition("```toml\n")[2].partition("```")[0])
+    assert len(read_grid(file).runs()) == 2 * 2 * 3 * 4

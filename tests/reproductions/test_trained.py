@@ -12,7 +12,7 @@ from sqrtdk.reproductions.training import evaluate, train_model
 from sqrtdk.torch import attention
 
 TINY = {
-    "unscaled-failure": {"d_ks": (2,), "seeds": 2, "steps": 2},
+    "failing-size": {"d_ks": (2,), "seeds": 2, "steps": 2},
     "init-and-step": {"d_k": 16, "seeds": 2, "steps": 12},
     "rate-sensitivity": {"lrs": (1e-3, 1e-1), "seeds": 2, "steps": 2},
     "logit-factor": {"factors": (0.25, 1.0, 4.0), "seeds": 2, "steps": 2},

@@ -29,14 +29,18 @@ def show_reproductions(record: Record) -> Figure:
         for name in names
     ]
     if len(panels) == 1:
-        title = f"{record.curves[names[0]]['title']}: {record.curves[names[0]]['outcome']}"
+        passed = f"{verdicts['pass']} of {count(verdicts.total(), 'expectation')}"
+        title = f"{record.curves[names[0]]['title']}: {record.curves[names[0]]['outcome']} ({passed})"
     else:
         title = f"{len(names)} published results: {_list_verdicts(verdicts)}"
     scaled_down = dict.fromkeys(row["scaled_down"] for row in record.tables["reproductions"] if row["scaled_down"])
-    caption = f"Scaled down: {'; '.join(scaled_down)}." if len(panels) == 1 and scaled_down else ""
+    caption = []
+    if len(panels) == 1:
+        caption = [f"Source: {record.tables['reproductions'][0]['source']}."]
+        caption += [f"Scaled down: {one}." for one in scaled_down]
     if any("low" in row for name in names for row in _rows(record.curves[name])):
-        caption = f"Bars span the seeds or a 95% interval. {caption}".strip()
-    return Figure(title, tuple(panels), columns=min(3, len(panels)), caption=caption, panel_height=300)
+        caption.append("Bars span the seeds or a 95% interval.")
+    return Figure(title, tuple(panels), columns=min(3, len(panels)), caption=" ".join(caption), panel_height=300)
 
 
 def select_result(record: Record, name: str) -> Record:

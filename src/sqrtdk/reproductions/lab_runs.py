@@ -46,7 +46,7 @@ def list_seeds(first: int, count: int) -> range:
 
 
 @trained_reproduction(
-    "unscaled-failure",
+    "failing-size",
     "Training without the scale begins to fail at a dₖ between 2 ln n, where attention begins to concentrate, and "
     "8 ln n, where one or two keys hold most of the weight",
     "Vaswani et al. 2017 (1706.03762), section 3.2.1, with the limits of Derrida 1981",
@@ -131,7 +131,8 @@ _START: dict[str, dict[str, str]] = {
     "init-and-step",
     "The scale 1/√dₖ can move into the initialisation, as in T5, and with Adam also into the step of W_q and W_k; the "
     "initialisation alone gives the same start and another training",
-    "Raffel et al. 2020 (1910.10683), T5 without a scale; Yang et al. 2022 (2203.03466), table 8",
+    "Raffel et al. 2020 (1910.10683), T5 without scaling; Yang et al. 2022 (2203.03466), on factors that move between "
+    "multiplier, initialisation and learning rate",
     Expectation("largest distance from the losses of 1/√dₖ at step 0, rescaled init", "≤", 1e-6),
     Expectation("largest distance from the losses of 1/√dₖ over training, rescaled init and step", "≤", 1e-6),
     Expectation("final loss of the rescaled init alone minus that of 1/√dₖ", "≥", 0.0),
@@ -196,7 +197,7 @@ _RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
     "rate-sensitivity",
     "QK-norm makes the loss depend less on the learning rate: the mean over rates of min(loss, first loss) minus the "
     "best loss is smaller with it",
-    "Wortsman et al. 2023 (2309.14322), sections 2.2 and 3.1",
+    "Wortsman et al. 2023 (2309.14322), learning-rate sensitivity and qk-layernorm",
     Expectation("learning-rate sensitivity of 1/√dₖ minus that of QK-norm", "≥", 0.0),
     chart=Chart("losses", "lr", "loss", "learning rate", "held-out loss, mean of seeds", by="line", log_x=True),
     scaled_down="recall, dₖ 64, five learning rates from 0.001 to 0.1, 400 steps, 6 seeds",
@@ -247,8 +248,8 @@ _LEARNED = {"one per head": "learned", "one per query": "query"}
     "settled-temperatures",
     "Learned temperatures end below √dₖ, sharper than the default, and temperatures per query come to differ between "
     "queries",
-    "Radford et al. 2021 (2103.00020), section 2.5, and Liu et al. 2022 (2111.09883), section 3.3, for learned "
-    "temperatures; Zhang et al. 2024 (2411.12892) for temperatures per query",
+    "Radford et al. 2021 (2103.00020) and Liu et al. 2022 (2111.09883) for learned temperatures; "
+    " Zhang et al. 2024 (2411.12892) for temperatures per query",
     *(Expectation(f"τ/√dₖ at the end, {name}", "≤", 1.0) for name in _LEARNED),
     Expectation("standard deviation of ln τ over the queries of a head, one per query", "≥", 0.05),
     *(Expectation(f"final loss minus that of 1/√dₖ, {name}", "≤", _MARGIN) for name in _LEARNED),
