@@ -249,7 +249,7 @@ _LEARNED = {"one per head": "learned", "one per query": "query"}
     "Learned temperatures end below √dₖ, sharper than the default, and temperatures per query come to differ between "
     "queries",
     "Radford et al. 2021 (2103.00020) and Liu et al. 2022 (2111.09883) for learned temperatures; "
-    " Zhang et al. 2024 (2411.12892) for temperatures per query",
+    "Zhang et al. 2024 (2411.12892) for temperatures per query",
     *(Expectation(f"τ/√dₖ at the end, {name}", "≤", 1.0) for name in _LEARNED),
     Expectation("standard deviation of ln τ over the queries of a head, one per query", "≥", 0.05),
     *(Expectation(f"final loss minus that of 1/√dₖ, {name}", "≤", _MARGIN) for name in _LEARNED),

@@ -99,7 +99,8 @@ _CLIP = 30.0
         log_y=True,
         bound=(_CLIP, "threshold"),
     ),
-    scaled_down="recall, dₖ 64, Adam at a learning rate of 0.01 instead of Muon, a threshold of 30 instead of 100, 300 steps, 6 seeds",
+    scaled_down="recall, dₖ 64, Adam at a learning rate of 0.01 instead of Muon, a threshold of 30 instead of 100, "
+    "300 steps, 6 seeds",
 )
 def compare_clip_with_norm(seed: int, lab: Lab, *, seeds: int = 6, steps: int = 300) -> Measured:
     """Return the largest logits over training and the final losses of three ways to train."""
