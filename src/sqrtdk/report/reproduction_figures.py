@@ -124,8 +124,8 @@ def _draw_line(
     marks: bool,
 ) -> list[Series]:
     x, y = floats(row[chart["x"]] for row in rows), floats(row[chart["y"]] for row in rows)
-    is_categorical = any("name" in row for row in rows)
-    drawn: list[Series] = [] if is_categorical else [Line(x, y, colour, label, dash)]
+    is_apart = any("name" in row for row in rows) or (marks and not chart["joined"])
+    drawn: list[Series] = [] if is_apart else [Line(x, y, colour, label, dash)]
     if marks and len(rows) <= _MOST_MARKED:
         low, high = (
             (floats(row[name] for row in rows) for name in ("low", "high"))
@@ -133,5 +133,5 @@ def _draw_line(
             else (None, None)
         )
         # The line has the entry in the legend.
-        drawn.append(Points(x, y, colour, label if is_categorical else None, low=low, high=high))
+        drawn.append(Points(x, y, colour, label if is_apart else None, low=low, high=high))
     return drawn

@@ -33,6 +33,7 @@ Array = npt.NDArray[np.float64]
         by="line",
         log_x=True,
         predicted=("bound, n = 8", "bound, n = 512"),
+        joined=False,
     ),
 )
 def compare_entropy_with_its_bound(seed: int) -> Measured:

@@ -63,6 +63,7 @@ class Chart:
         log_x, log_y: whether the axes are logarithmic.
         predicted: the values of `by` whose lines are predictions.
         bound: a value of y to compare with, and its name.
+        joined: whether lines that are not predictions join their points.
     """
 
     curve: str
@@ -75,6 +76,7 @@ class Chart:
     log_y: bool = False
     predicted: tuple[str, ...] = ()
     bound: tuple[float, str] | None = None
+    joined: bool = True
 
 
 @dataclass(frozen=True)
