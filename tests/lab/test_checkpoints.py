@@ -69,7 +69,7 @@ def test_a_diverging_run_says_at_which_step_also_after_a_checkpoint():
     spec = RunSpec(**SMALL, lr=1e30)
     record, made = train_with_checkpoints(spec)
     assert record.row["status"] == "diverged"
-    assert record.row["diverged_step"] == max(made) < 12
+    assert record.row["diverged_at"] == max(made) < 12
     assert numbers(train(spec, None, made[1])) == numbers(record)
 
 

@@ -38,7 +38,7 @@ DOCUMENTED = ("scales", "theory", "statistics", "summary", "diagnosis", "audits"
 DOCUMENTED += ("errors", "torch", "torch.nn")
 
 # Languages of blocks that are not for Python or for sqrtdk's command line.
-OTHER_LANGUAGES = {"sh", "bash", "text"}
+OTHER_LANGUAGES = {"sh", "bash", "text", "toml"}
 
 
 @dataclass(frozen=True)

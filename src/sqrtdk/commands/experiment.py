@@ -1,9 +1,9 @@
-"""Commands for experiments: the training ablation, and the list of scaling policies."""
+"""Commands for experiments: the training ablation, grids of runs, and the list of scaling policies."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -25,7 +25,9 @@ commands = typer.Typer()
     )
 )
 def ablate(
-    task: Annotated[str, typer.Option(help="Task: recall (associative recall) or text (next character).")] = "recall",
+    task: Annotated[
+        str, typer.Option(help="Task: recall (associative recall), text (next character) or digits (images).")
+    ] = "recall",
     scale: Annotated[
         str,
         typer.Option(
@@ -96,6 +98,56 @@ def ablate(
     with progress_bar() as bar, lab.Lab(store, executor, follow(bar, "training"), to=to) as place:
         record = lab.ablate(spec, place)
     present(record, json, plot, curves=curves)
+
+
+@commands.command(
+    epilog=examples(
+        "sqrtdk grid sweep.toml --dry-run",
+        "sqrtdk grid sweep.toml --store runs.sqlite --plot grid.html",
+        "sqrtdk grid --scale none,sqrt --d-k 16,64 --lr 1e-3,1e-2 --seeds 2",
+    )
+)
+def grid(
+    file: Annotated[
+        Path | None, typer.Argument(help="TOML file; its keys are the arguments of sqrtdk.lab.GridSpec.")
+    ] = None,
+    task: Annotated[str | None, typer.Option(help="Tasks, separated by commas: recall, text, digits.")] = None,
+    scale: Annotated[str | None, typer.Option(help="Policies, separated by commas.")] = None,
+    d_k: Annotated[str | None, typer.Option(help="Lengths dₖ of queries and keys, separated by commas.")] = None,
+    heads: Annotated[str | None, typer.Option(help="Numbers of heads, separated by commas.")] = None,
+    n: Annotated[str | None, typer.Option(help="Lengths of the sequences, separated by commas.")] = None,
+    lr: Annotated[str | None, typer.Option(help="Learning rates, separated by commas; all are trained.")] = None,
+    init: Annotated[str | None, typer.Option(help="Initialisations of W_q and W_k, separated by commas.")] = None,
+    seeds: Annotated[int | None, typer.Option(help="Seeds per setting. Default: 4.", min=1)] = None,
+    steps: Annotated[int | None, typer.Option(help="Training steps per run. Default: 600.", min=1)] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print how many runs there are and how long.")] = False,
+    store: Store = None,
+    workers: Workers = None,
+    json: Json = False,
+    curves: Annotated[bool, typer.Option("--curves", help="With --json: include the learning curves.")] = False,
+    plot: Plot = None,
+) -> None:
+    """Train every combination of policies, sizes, learning rates, inits, tasks and seeds; options replace the file."""
+    from sqrtdk import lab
+
+    names = (("tasks", "--task", task), ("scales", "--scale", scale), ("inits", "--init", init))
+    integers = (("d_ks", "--d-k", d_k), ("heads", "--heads", heads), ("lengths", "--n", n))
+    changes: dict[str, Any] = {
+        **{name: read_names(option, text) for name, option, text in names if text is not None},
+        **{name: read_numbers(option, text, int) for name, option, text in integers if text is not None},
+        **({} if lr is None else {"lrs": read_numbers("--lr", lr, float)}),
+        **{name: value for name, value in (("seeds", seeds), ("steps", steps)) if value is not None},
+    }
+    spec = lab.GridSpec(**changes) if file is None else lab.read_grid(file, **changes)
+    require_drawable(plot)
+    place = lab.Processes(workers)
+    with progress_bar() as bar, lab.Lab(store, place, follow(bar, "training")) as laboratory:
+        if dry_run:
+            bar.show("timing a few steps")
+            record = lab.plan_grid(spec, laboratory, place.workers)
+        else:
+            record = lab.train_grid(spec, laboratory)
+    present(record, json, None if dry_run else plot, curves=curves)
 
 
 @commands.command(name="scales", epilog=examples("sqrtdk scales", "sqrtdk scales --json"))

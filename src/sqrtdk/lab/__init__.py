@@ -1,6 +1,7 @@
 """Experiments: a spec becomes runs, and runs become a record. torch loads only for training."""
 
 from sqrtdk.lab.ablation import ablate
+from sqrtdk.lab.grid import GridSpec, plan_grid, read_grid, train_grid
 from sqrtdk.lab.laboratory import Executor, Lab, choose_executor
 from sqrtdk.lab.processes import Processes
 from sqrtdk.lab.ray_cluster import Ray
@@ -16,6 +17,7 @@ __all__ = [
     "AblationSpec",
     "Choice",
     "Executor",
+    "GridSpec",
     "Lab",
     "Processes",
     "Progress",
@@ -25,5 +27,8 @@ __all__ = [
     "Store",
     "ablate",
     "choose_executor",
+    "plan_grid",
+    "read_grid",
     "swap_scale",
+    "train_grid",
 ]

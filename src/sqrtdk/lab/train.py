@@ -44,8 +44,8 @@ def train(spec: RunSpec, report: Report | None = None, checkpoint: bytes | None 
             other versions or another CPU level is not used, with a warning.
 
     Returns:
-        The record; its status is ``"diverged"`` as soon as a loss is not finite, and `diverged_step` says after how
-        many updates.
+        The record; its status is ``"diverged"`` as soon as a loss is not finite or passes `stop_above`, and
+        `diverged_at` says after how many updates.
     """
     with _one_thread(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
@@ -118,7 +118,7 @@ class _Run:
         }
 
     def advance(self, last: int) -> bool:
-        """Do the updates up to `last`; False when the loss stopped being finite."""
+        """Do the updates up to `last`; False when the loss stopped being finite or passed `stop_above`."""
         while self.step < last:
             step = self.step
             is_point = step % self.spec.record_every == 0 or step == last - 1
@@ -135,6 +135,8 @@ class _Run:
                 point = {"step": step, "loss": float(np.mean(self.losses)), "accuracy": float(np.mean(self.accuracies))}
                 self.record({**point, "grad_q": grad_q, "grad_k": grad_k, **describe_attention(seen)})
                 self.losses, self.accuracies = [], []
+                if self.spec.stop_above is not None and point["loss"] > self.spec.stop_above * self.task.chance_loss:
+                    return False
             self.optimiser.step()
             self.step = step + 1
             if self.report is not None:
@@ -211,11 +213,11 @@ class _Run:
         return {**learned, "measured_heads": describe_heads(seen)}
 
     def diverged(self) -> dict[str, Any]:
-        """Return the status of a run whose loss is not finite."""
+        """Return the outcome of a run that diverged at the present step."""
         return {
             **self.outcome,
             "status": "diverged",
-            "diverged_step": self.step,
+            "diverged_at": self.step,
             "final_loss": None,
             "final_accuracy": None,
             "solved": False,

