@@ -9,6 +9,7 @@ import pytest
 
 from browser import open_browser, open_page
 from example_records import NASTY, every_kind, make_ablation, make_claims
+from first_screen import assert_first_screen_shows_python, assert_terms_are_told
 from sqrtdk.audits.shipped import read_shipped
 from sqrtdk.report import render_report
 from sqrtdk.report.try_it import RANGES, TryIt, measure_try_it
@@ -57,6 +58,23 @@ def test_it_opens_from_a_file_without_requests_and_errors(browser, address):
         assert requests == []
 
 
+def test_the_first_screen_shows_the_numbers_of_python(browser, address):
+    with open_page(browser, viewport={"width": 1280, "height": 900}) as (page, errors, requests):
+        page.goto(address)
+        box = page.locator(".cause").bounding_box()
+        assert box["y"] + box["height"] <= 900, "the cause fits on the first screen"
+        assert_first_screen_shows_python(page)
+        assert errors == []
+        assert requests == []
+
+
+@pytest.mark.parametrize("touch", [False, True], ids=["pointer", "touch"])
+def test_terms_are_told(browser, address, touch):
+    with open_page(browser, viewport={"width": 390, "height": 844}, has_touch=touch) as (page, _, _):
+        page.goto(address)
+        assert_terms_are_told(page, touch)
+
+
 def assert_same_numbers(page, state):
     expected = measure_try_it(state)
     shown = page.evaluate(READ)
@@ -77,7 +95,7 @@ def test_every_slider_at_both_ends_shows_the_numbers_of_python(browser, address,
         page.check(f"#try-it input[value={policy}]")
         assert_same_numbers(page, TryIt(policy=policy))
         for name, values in RANGES.items():
-            before = page.locator(f"input[data-name={name}]").input_value()
+            before = page.locator(f"#try-it input[data-name={name}]").input_value()
             for place in (0, len(values) - 1):
                 page.evaluate(MOVE, [name, place])
                 assert_same_numbers(page, replace(TryIt(policy=policy), **{name: values[place]}))
@@ -93,7 +111,7 @@ def test_sliders_at_their_ends_together_and_other_samples(browser, address):
             for name, value in chosen.items():
                 page.evaluate(MOVE, [name, RANGES[name].index(value)])
             assert_same_numbers(page, TryIt(**chosen))
-        page.click("text=another sample")
+        page.click("#try-it >> text=another sample")
         assert_same_numbers(page, replace(TryIt(**chosen), seed=TryIt().seed + 1))
         page.click("text=reset")
         assert_same_numbers(page, TryIt())
@@ -153,6 +171,7 @@ def test_dark_pages_are_dark_and_their_figures_readable(browser, address):
             ("body", "color"),
             (".xtick text", "fill"),
             (".try-charts text", "fill"),
+            (".cause .walks text", "fill"),
             (".card", "color"),
         ):
             assert luminance(page.evaluate(f"() => ({style})('{query}', '{name}')")) > 0.4, query

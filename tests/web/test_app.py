@@ -215,7 +215,7 @@ def test_worked_numbers_come_out_as_softmax_has_them(client, title, unscaled, sc
             "scores must be 2 to 64 numbers separated by commas, got 65",
         ),
         ({"source": "file"}, "unknown source 'file'; known: random, scores"),
-        ({"d_kk": 3}, "unknown parameter 'd_kk'; known: correlation, d_k"),
+        ({"d_kk": 3}, "unknown parameter 'd_kk'; known: claimed, correlation, d_k"),
         ("n=3&n=4", "each parameter must be given once"),
     ],
     ids=str,

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from browser import open_browser, open_page
+from first_screen import assert_first_screen_shows_python, assert_terms_are_told
 from scripts import run_script
 from sqrtdk import theory
 from sqrtdk.audits import read_shipped
@@ -147,6 +148,11 @@ def assert_shows_python(page):
     return asked
 
 
+def test_the_first_screen_shows_the_numbers_of_python(explore):
+    assert_first_screen_shows_python(explore)
+    assert_terms_are_told(explore, touch=False)
+
+
 @pytest.mark.parametrize("name", ["d_k", "n", "t", "correlation", "mean_q", "mean_k"])
 def test_sliders_go_to_both_ends_by_keyboard(explore, name):
     explore.fill("#n", "64") if name != "n" else None
@@ -208,6 +214,87 @@ def test_a_wrong_number_is_told_and_the_page_lives_on(explore, control, value, t
     assert explore.locator("#error").text_content() == told
     change(explore, lambda: explore.click("#reset"))
     assert_shows_python(explore)
+
+
+def test_results_under_an_error_are_dimmed(explore):
+    opacity = "() => Number(getComputedStyle(document.querySelector('#cards')).opacity)"
+    assert explore.evaluate(opacity) == 1
+    change(explore, lambda: explore.fill("#d_k", "5000"))
+    assert explore.evaluate(opacity) < 0.5
+    assert explore.evaluate("Number(getComputedStyle(document.querySelector('#error')).opacity)") == 1
+    change(explore, lambda: explore.click("#reset"))
+    assert explore.evaluate(opacity) == 1
+
+
+def test_back_goes_back_and_one_move_of_a_slider_is_one_step(explore):
+    explore.focus("#d_k-slider")
+    change(explore, lambda: [explore.keyboard.press("ArrowRight") for _ in range(5)])
+    moved = shown_numbers(explore)
+    explore.wait_for_timeout(900)
+    change(explore, lambda: explore.select_option("#policy", "inverse"))
+    change(explore, explore.go_back)
+    assert shown_numbers(explore) == moved
+    assert explore.input_value("#policy") == "sqrt"
+    assert_shows_python(explore)
+    change(explore, explore.go_back)
+    assert explore.input_value("#d_k") == "64"
+    change(explore, explore.go_forward)
+    assert shown_numbers(explore) == moved
+
+
+def test_histograms_share_one_axis_and_every_scale_has_its_colour(explore):
+    change(explore, lambda: explore.fill("#t", "0.5"))
+    names = ("chosen", "none", "sqrt", "inverse")
+    ranges = [explore.evaluate(f"document.getElementById('histogram-{name}').layout.xaxis.range") for name in names]
+    assert len({tuple(ends) for ends in ranges}) == 1
+    for name in names:
+        bars = explore.evaluate(f"document.getElementById('histogram-{name}').data[0].x")
+        assert ranges[0][0] <= min(bars) <= max(bars) <= ranges[0][1]
+    colours = [explore.evaluate(f"document.getElementById('histogram-{name}').data[0].marker.color") for name in names]
+    assert len(set(colours)) == 4
+
+
+def test_a_slide_is_checked_and_its_link_carries_the_claim(explore, browser):
+    change(explore, lambda: explore.check("input[value=scores]"))
+    change(explore, lambda: explore.fill("#scores", "8.5, -2.1, 7.9"))
+    change(explore, lambda: explore.fill("#claimed", "0.99, 0.00, 0.01"))
+    verdict = "[0.99, 0.00, 0.01] Wrong: key 1 claimed 0.99, softmax gives 0.646 with no scaling."
+    assert explore.locator("#verdicts li").text_content().startswith(verdict)
+    assert explore.locator("#numbers th:has-text('gradient of a query, mean *')").count() == 1
+    assert "invented" in explore.locator("#gradients-caption").text_content()
+    with open_page(browser) as (other, errors, _):
+        other.goto(explore.url)
+        wait_for_answer(other)
+        assert other.locator("#verdicts li").text_content().startswith(verdict)
+        assert other.input_value("#claimed") == "0.99, 0.00, 0.01"
+        assert errors == []
+    change(explore, lambda: explore.fill("#claimed", "0.65, 0.00, 0.35"))
+    assert "Right: softmax gives these weights with no scaling." in explore.locator("#verdicts li").text_content()
+
+
+def test_hints_follow_the_state(explore):
+    hint = explore.locator("#numbers tr:has(td[data-quantity=grad_q]) th small").last
+    shown = shown_numbers(explore)
+    than = "larger" if shown["none", "grad_q"] > shown["sqrt", "grad_q"] else "smaller"
+    assert f"With no scaling it is {than} than with 1/√dₖ" in hint.text_content()
+    change(explore, lambda: explore.fill("#n", "16"))
+    change(explore, lambda: explore.fill("#d_k", "512"))
+    shown = shown_numbers(explore)
+    assert ("larger" if shown["none", "grad_q"] > shown["sqrt", "grad_q"] else "smaller") in hint.text_content()
+
+
+def test_slider_and_result_are_seen_together_on_a_phone(browser, server):
+    with open_page(browser, viewport={"width": 390, "height": 844}) as (page, _, _):
+        page.goto(server.address)
+        wait_for_answer(page)
+        page.locator("#d_k-slider").scroll_into_view_if_needed()
+        before = page.locator("#strip").text_content()
+        page.focus("#d_k-slider")
+        change(page, lambda: page.keyboard.press("End"))
+        for part in ("#d_k-slider", "#strip"):
+            box = page.locator(part).bounding_box()
+            assert 0 <= box["y"] <= box["y"] + box["height"] <= 844 + 1
+        assert page.locator("#strip").text_content() != before
 
 
 def test_a_link_with_wrong_values_is_told(browser, server):

@@ -19,10 +19,13 @@ from sqrtdk.report.shell import wrap_page
 from sqrtdk.report.story import SECTIONS, Chapter, Exhibit, Material, Section, choose_sections
 from sqrtdk.report.table import render_table, render_text
 from sqrtdk.report.training_figures import compares_scaling
+from sqrtdk.wording.glossary import explain_terms
 from sqrtdk.wording.quantities import format_cell
 
 __all__ = ["render_report", "write_report"]
 
+# Explained where a section uses them first; the first screen explains the others.
+_TERMS = ("variance", "saturation index", "gradient", "Jacobian trace", "temperature", "head")
 _TITLE = "Why divide by √dₖ?"
 
 
@@ -150,7 +153,7 @@ def _render_chapter(name: str, chapter: Chapter, full: bool) -> str:
     )
     notes = "".join(f'<p class="note">{render_text(note)}</p>' for note in chapter.notes)
     after = "".join(f"<p>{render_text(paragraph)}</p>" for paragraph in chapter.after)
-    text = f"<p>{render_text(chapter.text)}</p>" if chapter.text else ""
+    text = f'<p class="told">{explain_terms(render_text(chapter.text), _TERMS)}</p>' if chapter.text else ""
     return f"{text}{notes}{chapter.html}{exhibits}{after}{more}"
 
 

@@ -22,6 +22,7 @@ from sqrtdk.report import (
     zoo_figures,
 )
 from sqrtdk.report.answer import answer
+from sqrtdk.report.cause import render_cause
 from sqrtdk.report.claim_cards import render_claims
 from sqrtdk.report.panels import Figure
 from sqrtdk.report.table import render_text
@@ -130,7 +131,8 @@ def _tell_answer(material: Material) -> Chapter:
             )
         )
     goal = f'<p class="goal">{GOAL}{example}</p>'
-    return Chapter("", exhibits, html=f'{goal}<ol class="answer">{sentences}</ol>' if sentences else "")
+    told = f'{goal}<ol class="answer">{sentences}</ol>' if sentences else ""
+    return Chapter("", exhibits, html=f"{render_cause()}{told}")
 
 
 def _tell_try(material: Material) -> Chapter:
@@ -429,6 +431,7 @@ SECTIONS: dict[str, Section] = {
         ("variance", "concentration", "gradients", "ablation", "widths"),
         _tell_answer,
         leads=True,
+        scripts=("cause.js",),
     ),
     "variance": Section(
         "Do scores spread more as dₖ grows?", "Variance", ("variance",), _tell_variance, "sqrtdk variance"
@@ -440,7 +443,7 @@ SECTIONS: dict[str, Section] = {
         _tell_saturation,
         f"sqrtdk saturation --zeros {_N - 1} --largest 16",
     ),
-    "try": Section("Try it", "Try it", (), _tell_try, scripts=("numbers.js", "try_it.js")),
+    "try": Section("Try it", "Try it", (), _tell_try, scripts=("try_it.js",)),
     "training": Section(
         "Does training fail without the scale?",
         "Training",

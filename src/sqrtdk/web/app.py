@@ -26,6 +26,7 @@ from sqrtdk import scales
 from sqrtdk.audits import read_audit
 from sqrtdk.errors import InvalidValueError, SqrtdkError
 from sqrtdk.records.json import plain
+from sqrtdk.report.shell import read_shared
 from sqrtdk.web.audit_view import view_audit
 from sqrtdk.web.explore_query import BOUNDS, DISTRIBUTIONS, DTYPES, MOST_SCORES, POLICIES, QUERIES, Experiment
 from sqrtdk.web.gate import Gate
@@ -39,6 +40,7 @@ from sqrtdk.wording.quantities import AUDITED, EXPLORED
 __all__ = ["make_app"]
 
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+_SHARED = ("numbers.js", "sampled_row.js", "svg_chart.js", "cause.js", "teaching.css")
 _WAITING_SECONDS = 15.0
 # Sizes that take some ten milliseconds, the usual setting of the page among them.
 _SMALL_PRODUCTS = QUERIES * 1024 * 64
@@ -217,13 +219,18 @@ async def _apologise(request: Request, error: Exception) -> Response:
 
 def _list_static() -> list[str]:
     own = [file.name for file in (resources.files("sqrtdk.web") / "static").iterdir()]
-    return [name for name in [*own, "numbers.js", "plotly.min.js"] if not name.endswith(".html")]
+    return [name for name in [*own, *_SHARED, "plotly.min.js"] if not name.endswith(".html")]
 
 
 def _serve_file(name: str) -> Callable[[Request], Awaitable[Response]]:
     """Return an endpoint for one file, read now: a request never names a path."""
-    folder = resources.files("sqrtdk.wording") if name == "numbers.js" else resources.files("sqrtdk.web") / "static"
-    return _serve(read_plotly() if name == "plotly.min.js" else (folder / name).read_bytes(), _TYPES[Path(name).suffix])
+    if name == "plotly.min.js":
+        content = read_plotly()
+    elif name in _SHARED:
+        content = read_shared(name).encode()
+    else:
+        content = (resources.files("sqrtdk.web") / "static" / name).read_bytes()
+    return _serve(content, _TYPES[Path(name).suffix])
 
 
 def _serve(content: bytes, kind: str) -> Callable[[Request], Awaitable[Response]]:

@@ -8,6 +8,8 @@ from importlib import resources
 from string import Template
 from typing import NamedTuple
 
+from sqrtdk.report.cause import render_cause
+
 __all__ = ["PAGES", "Page", "read_plotly", "render_page"]
 
 
@@ -47,7 +49,7 @@ def render_page(page: Page) -> bytes:
     """
     links = "".join(f'<a href="{other.path}"{_CURRENT if other == page else ""}>{other.link}</a>' for other in PAGES)
     frame = Template(_read("frame.html"))
-    main = _read(f"{page.name}.html").rstrip()
+    main = _read(f"{page.name}.html").rstrip().replace("$cause", render_cause())
     return frame.substitute(page._asdict(), links=links, main=main, plotly=_stand_in_for_styles()).encode()
 
 
