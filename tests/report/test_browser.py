@@ -177,7 +177,43 @@ def test_dark_pages_are_dark_and_their_figures_readable(browser, address):
             assert luminance(page.evaluate(f"() => ({style})('{query}', '{name}')")) > 0.4, query
 
 
-def test_thirteen_pages_of_paper_are_enough(browser, tmp_path):
+def test_figures_are_pictures_without_a_script(browser, address):
+    with open_page(browser, java_script_enabled=False) as (page, _, requests):
+        page.goto(address)
+        pictures = page.locator(".exhibit .plot svg.picture")
+        assert pictures.count() == page.locator(".exhibit .plot").count() >= 11
+        for picture in pictures.all():
+            box = picture.bounding_box()
+            assert box["width"] > 200
+            assert box["height"] > 100
+            assert picture.locator("path, circle, rect").count() > 0
+            assert picture.locator("text").count() > 2
+        assert requests == []
+
+
+def test_no_scaling_is_not_compared_with_itself(browser, address):
+    with open_page(browser) as (page, _, _):
+        page.goto(address)
+        chosen = page.locator("#try-it .try-chosen")
+        assert chosen.is_visible()
+        page.check("#try-it input[value=none]")
+        assert not chosen.is_visible()
+        assert page.locator("#try-it .try-says").inner_text().count("effective keys") == 1
+        assert page.locator("#try-it .try-logits .curve").count() == 1
+        page.check("#try-it input[value=inverse]")
+        assert chosen.is_visible()
+
+
+def test_the_map_of_heads_fits_a_phone_with_its_key(browser, address):
+    with open_page(browser, viewport={"width": 390, "height": 844}) as (page, _, _):
+        page.goto(address)
+        page.wait_for_selector("#models .main-svg")
+        for part in ("#models-0-0 .heatmaplayer", "#models-0-0 .colorbar"):
+            box = page.locator(part).first.bounding_box()
+            assert 0 <= box["x"] < box["x"] + box["width"] <= 390
+
+
+def test_twelve_pages_of_paper_are_enough(browser, tmp_path):
     path = tmp_path / "report.html"
     # As many claims of each verdict as `sqrtdk claims` has, about as long as they are.
     claim = make_claims(why=f"{'because ' * 12}. {'More ' * 24}").tables["claims"][0] | {"computed": "0.123, " * 40}
@@ -195,7 +231,7 @@ def test_thirteen_pages_of_paper_are_enough(browser, tmp_path):
         page.goto(path.as_uri())
         page.wait_for_selector(".main-svg")
         paper = page.pdf(format="A4")
-        assert 5 <= len(re.findall(rb"/Type\s*/Page\b", paper)) <= 13
+        assert 5 <= len(re.findall(rb"/Type\s*/Page\b", paper)) <= 12
         page.emulate_media(media="print")
         assert not page.locator("#try-it input").first.is_visible()
 

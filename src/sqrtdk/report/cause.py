@@ -7,7 +7,12 @@ from __future__ import annotations
 
 import math
 
-from sqrtdk.report.palette import policy_colour
+import numpy as np
+
+from sqrtdk.report.counter import sample_normal
+from sqrtdk.report.palette import NEUTRAL, policy_colour
+from sqrtdk.report.panels import Axis, Line, Panel, floats
+from sqrtdk.report.svg_renderer import draw_panel
 from sqrtdk.report.try_it import RANGES, TryIt, measure_try_it, render_slider
 from sqrtdk.wording.glossary import explain_terms
 from sqrtdk.wording.numbers import write_number
@@ -62,8 +67,21 @@ def say_cause(state: TryIt, divided: bool) -> str:
     )
 
 
+def _draw_walks() -> str:
+    """Draw the walks at the start: what readers without a script see."""
+    rows = sample_normal(2 + KEYS, START.d_k, seed=START.seed)
+    terms = floats(range(START.d_k + 1))
+    walks = [
+        Line(terms, floats([0.0, *np.cumsum(rows[0] * key)]), policy_colour("none"), opacity=0.75) for key in rows[2:]
+    ]
+    edges = [Line(terms, floats(sign * i**0.5 for i in terms), NEUTRAL, dash="dash") for sign in (1, -1)]
+    reach = 2.6 * D_KS[-1] ** 0.5
+    panel = Panel("", Axis("terms added; dashed: ±√terms"), Axis("", low=-reach, high=reach), (*walks, *edges))
+    return draw_panel(panel, 340, 200, "walks", "Sixteen random walks")
+
+
 def render_cause() -> str:
-    """Render the three sentences, the slider, the switch and the empty charts that the script fills."""
+    """Render the three sentences, the slider, the switch and the charts that the script draws again."""
     sentences = "".join(f"<li>{explain_terms(sentence, terms)}</li>" for sentence, terms in _SENTENCES)
     return (
         f'<div class="cause" data-seed="{START.seed}" data-keys="{KEYS}" '
@@ -73,7 +91,7 @@ def render_cause() -> str:
         '<label><input type="checkbox" class="divide"> divide by √dₖ</label>'
         '<button type="button" data-do="sample">another sample</button></div></div>'
         '<div class="charts-of-cause"><figure><figcaption>q·k of sixteen keys, term by term</figcaption>'
-        '<svg class="small-chart walks" role="img" aria-label="Sixteen random walks"></svg></figure>'
+        f"{_draw_walks()}</figure>"
         "<figure><figcaption>Their softmax weights</figcaption>"
         '<svg class="small-chart bars" role="img" aria-label="Softmax weights of sixteen keys"></svg></figure></div>'
         f'<p class="cause-says" aria-live="polite">{say_cause(START, divided=False)}</p></div>'

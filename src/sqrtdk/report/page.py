@@ -168,11 +168,12 @@ def _render_exhibit(name: str, exhibit: Exhibit, *, full: bool) -> str:
         for kind in ("csv", "json")
     )
     state = " open" if full else ""
-    return (
-        f'<div class="exhibit">{render_fragment(exhibit.figure, name)}{says}'
+    folded = (
         f'<details class="numbers"{state}><summary>the numbers</summary>{render_table(rows)}'
-        f'<p class="save">save as {buttons}</p></details></div>'
+        f'<p class="save">save as {buttons}</p></details>'
     )
+    figure = render_fragment(exhibit.figure, name)
+    return f'<div class="exhibit">{figure}{says}{folded if rows else ""}</div>'
 
 
 def _render_others(records: Mapping[str, Record], full: bool) -> dict[str, str]:
@@ -202,8 +203,12 @@ def _name_kind(record: Record) -> str:
 
 def _render_making(records: Mapping[str, Record], command: str) -> str:
     # Records read from a store may come from other versions and machines than the rest.
+    all_versions = [record.versions.items() for record in records.values()]
+    # Versions that are all among those of another record are not listed twice.
     made = _list_once(
-        ", ".join(f"{package} {version}" for package, version in record.versions.items()) for record in records.values()
+        ", ".join(f"{package} {version}" for package, version in mine)
+        for mine in all_versions
+        if not any(mine < others for others in all_versions)
     )
     cpus = _list_once(record.cpu for record in records.values())
     rows = [

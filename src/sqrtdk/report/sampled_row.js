@@ -1,5 +1,5 @@
 // One query among n keys, sampled from a counter and measured: the numbers of counter.py and try_it.py.
-const MOST_D = 512, MOST_N = 1024, UNIT = 2 ** -32;
+const MOST_D = 512, MOST_N = 2048, UNIT = 2 ** -32;
 
 function mix(x) {
   x ^= x >>> 16;

@@ -12,6 +12,7 @@ from sqrtdk.report.plotly_renderer import plotly_script
 
 # The browser itself then refuses every request a page could make.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
+_ONLY_BY_SCRIPT = ".controls, .try-charts, .cause figure + figure, .save"
 _IMPORT = re.compile(r'^import (?:\{.*\} from )?"\./([\w.]+)";$', re.MULTILINE)
 
 
@@ -26,6 +27,7 @@ def wrap_page(title: str, body: str, scripts: Sequence[str] = ()) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
         f"<style>:root{{{verdicts}}}\n{style}</style>\n"
+        f"<noscript><style>{_ONLY_BY_SCRIPT} {{ display: none !important; }}</style></noscript>\n"
         f'<script id="plotly">{plotly_script()}</script></head>\n'
         f"<body><main>\n{body}\n</main>\n{embedded}</body></html>\n"
     )

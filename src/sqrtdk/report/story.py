@@ -40,6 +40,7 @@ class Exhibit:
         says: the sentences below.
         source: the name of the record or audit that has the data.
         table: its table that is folded below the figure.
+        rows: the rows of the table; none: no table.
         columns: the columns that readers see; None: all.
     """
 
@@ -309,24 +310,7 @@ def _tell_temperature(material: Material) -> Chapter:
     exhibits: list[Exhibit] = []
     more: dict[str, Figure] = {}
     if (record := records.get("temperature")) is not None:
-        exhibits.append(
-            _exhibit(
-                record,
-                story_figures.show_temperatures(record),
-                record.sentences.get("sharpest to softest", ""),
-                source="temperature",
-                table="temperature",
-                columns=(
-                    "relative",
-                    "tau",
-                    "entropy_ratio",
-                    "saturation_index",
-                    "effective_keys",
-                    "max_weight",
-                    "grad_q",
-                ),
-            )
-        )
+        more["Entropy ratio at each temperature"] = story_figures.show_temperatures(record)
         more["Weights by rank at each temperature"] = story_figures.show_ranked_weights(record)
     if (record := records.get("learned")) is not None and (figure := training_figures.show_learned(record)):
         exhibits.append(
@@ -348,11 +332,14 @@ def _tell_temperature(material: Material) -> Chapter:
                 training_figures.tabulate_stages(record),
             )
         )
+    told = [record.sentences.get("sharpest to softest", "")] if (record := records.get("temperature")) else []
     return Chapter(
         "√dₖ is the temperature τ that makes the variance 1. A smaller τ gives sharper weights, a larger τ softer "
-        "ones, and a model can learn its τ. The last figure takes the scale away from a trained model.",
+        "ones, and a model can learn its τ."
+        + (" The last figure takes the scale away from a trained model." if "swap" in records else ""),
         exhibits,
         more,
+        after=[sentence for sentence in told if sentence],
     )
 
 
@@ -395,10 +382,10 @@ def _tell_models(material: Material) -> Chapter:
         exhibits.append(
             Exhibit(
                 figure,
-                "The models of the section on training. The table has their losses.",
+                "The models of the section on training, which has the table of their losses.",
                 "ablation",
                 "best",
-                training_figures.tabulate_settings(record, "best"),
+                (),
             )
         )
     if (record := records.get("zoo")) is not None:

@@ -87,17 +87,20 @@ import { chart } from "./svg_chart.js";
         output.textContent = write(value);
       }
     }
+    // No scaling against itself is one column, not two equal ones.
+    const alone = scale === 1;
+    root.classList.toggle("alone", alone);
     const label = nameScale(state);
     root.querySelector(".try-chosen").textContent = label;
     const keys = (count) => writeNumber(count, 2);
     root.querySelector(".try-says").textContent =
       `dₖ = ${state.d_k}, n = ${state.n}: without scaling the most attended key takes ${writePercent(none.numbers.max_weight)} of ` +
-      `the weight (${keys(none.numbers.effective_keys)} effective keys), with ${label} it takes ` +
-      `${writePercent(chosen.numbers.max_weight)} (${keys(chosen.numbers.effective_keys)} effective keys).`;
+      `the weight (${keys(none.numbers.effective_keys)} effective keys)` +
+      (alone ? "." : `, with ${label} it takes ${writePercent(chosen.numbers.max_weight)} (${keys(chosen.numbers.effective_keys)} effective keys).`);
     const both = [
       { ...none, colour: "var(--try-none)", dash: "5 3" },
       { ...chosen, colour: `var(--try-${state.policy})`, dash: "none" },
-    ];
+    ].slice(0, alone ? 1 : 2);
     drawLogits(root.querySelector(".try-logits"), both);
     drawWeights(root.querySelector(".try-weights"), both, state.n);
   }

@@ -37,7 +37,7 @@ def _powers(last: int, first: int = 1) -> tuple[int, ...]:
 
 RANGES: dict[str, tuple[float, ...]] = {
     "d_k": _powers(512),
-    "n": _powers(1024, first=2),
+    "n": _powers(2048, first=2),
     "t": tuple(2.0 ** (step / 4) for step in range(-12, 13)),
     "correlation": tuple(step / 20 for step in range(21)),
 }

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from html import escape
 
 GLOSSARY: dict[str, str] = {
-    "query, key, value": "Each token asks with a query, is found by its key and passes on its value. All three are vectors.",
+    "query, key, value": "A token asks with a query, is found by its key and passes on its value: three vectors.",
     "dₖ": "the length of query and key vectors",
     "dot product": "q·k, the sum of dₖ products qᵢ·kᵢ, before any scale",
     "spread": "the standard deviation σ: the typical distance from the mean",
@@ -63,6 +63,6 @@ def find_meaning(word: str) -> str:
     """Return the meaning of one word of a term, with or without its symbol.
 
     >>> find_meaning("key")[:10], find_meaning("saturation index")[:16]
-    ('Each token', 'The logit spread')
+    ('A token as', 'The logit spread')
     """
     return next(meaning for term, meaning in GLOSSARY.items() if word in re.sub(" [ρτ]", "", term).split(", "))
