@@ -13,6 +13,7 @@ from first_screen import assert_first_screen_shows_python, assert_terms_are_told
 from sqrtdk.audits.shipped import read_shipped
 from sqrtdk.report import render_report
 from sqrtdk.report.try_it import RANGES, TryIt, measure_try_it
+from sqrtdk.report.words import find_row, measure_row, read_sentences
 
 pytestmark = pytest.mark.long
 
@@ -64,6 +65,46 @@ def test_the_first_screen_shows_the_numbers_of_python(browser, address):
         box = page.locator(".cause").bounding_box()
         assert box["y"] + box["height"] <= 900, "the cause fits on the first screen"
         assert_first_screen_shows_python(page)
+        assert errors == []
+        assert requests == []
+
+
+def assert_words_are_python(page):
+    """Assert that the sentence below the words has the numbers that Python computes from the record."""
+    shown = page.locator(".words-says").evaluate("says => ({...says.dataset})")
+    sentence = read_sentences()["sentences"][int(page.input_value(".words select"))]
+    row = find_row(sentence, int(shown["layer"]), int(shown["head"]), int(shown["row"]))
+    expected = measure_row(row, 1 / sentence["scale"] / float(shown["tau"]))
+    assert {name: float(shown[name]) for name in expected} == pytest.approx(expected, rel=1e-9)
+    return float(shown["tau"])
+
+
+def test_words_at_every_temperature_are_those_of_python(browser, address):
+    with open_page(browser, viewport={"width": 390, "height": 844}, color_scheme="dark") as (page, errors, requests):
+        page.goto(address)
+        slider = page.locator(".words-temperature")
+        assert assert_words_are_python(page) == pytest.approx(32**0.5)
+        for key, tau in (("Home", 0.5), ("End", 64.0)):
+            slider.press(key)
+            assert assert_words_are_python(page) == pytest.approx(tau)
+        for name, tau in (("no scaling", 1.0), ("1/√dₖ", 32**0.5), ("1/dₖ", 32.0)):
+            page.click(f".words-marks button:text-is('{name}')")
+            assert assert_words_are_python(page) == pytest.approx(tau)
+            assert f"({name})" in page.locator(".words-says").text_content()
+        page.select_option(".words select", "2")
+        assert_words_are_python(page)
+        page.click(".words-map button[data-at='3/5']")
+        page.keyboard.press("ArrowRight")
+        page.keyboard.press("ArrowUp")
+        assert "Layer 2, head 6" in page.locator(".words-says").text_content()
+        page.click(".words-tokens button >> nth=1")
+        page.keyboard.press("End")
+        assert_words_are_python(page)
+        assert (
+            int(page.locator(".words-says").get_attribute("data-row"))
+            == page.locator(".words-tokens button").count() - 1
+        )
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
         assert errors == []
         assert requests == []
 

@@ -13,6 +13,7 @@ from sqrtdk import theory
 from sqrtdk.audits import read_shipped
 from sqrtdk.lab.spec import RunSpec
 from sqrtdk.lab.store import CURVES, RunRecord, Store
+from sqrtdk.report.words import measure_row, read_sentences
 from sqrtdk.web.explore_query import BOUNDS, POLICIES, Experiment
 from sqrtdk.web.measurement import measure
 from sqrtdk.web.presets import PRESETS
@@ -380,7 +381,7 @@ def test_the_keyboard_reaches_every_control(explore):
     assert {"d_k", "d_k-slider", "n-slider", "policy", "t-slider", "dtype", "seed", "again", "reset"} <= reached
 
 
-@pytest.mark.parametrize("path", ["", "audit", "runs"])
+@pytest.mark.parametrize("path", ["", "words", "audit", "runs"])
 @pytest.mark.parametrize(
     "options", [{"viewport": {"width": 390, "height": 844}}, {"color_scheme": "dark"}], ids=["390", "dark"]
 )
@@ -502,6 +503,43 @@ def test_fifty_hostile_names_do_not_execute(browser, tmp_path):
                     assert name in text
                 assert all(url.startswith(running.address) for url in requests)
                 assert errors == []
+
+
+def test_words_shows_recorded_sentences_and_reads_new_ones(browser, server):
+    with open_page(browser, viewport={"width": 1280, "height": 900}) as (page, errors, requests):
+        page.goto(server.address + "words")
+        page.wait_for_selector("body[data-ready]", state="attached", timeout=30000)
+        assert page.locator(".words-tokens button").count() == len(read_sentences()["sentences"][0]["tokens"])
+        page.fill("#text", "A cat sat on the mat.")
+        page.click("#run")
+        page.wait_for_selector("body[data-ready='2']", state="attached", timeout=240000)
+        assert page.locator(".words-tokens button").all_text_contents()[1:4] == ["a", "cat", "sat"]
+        page.locator(".words-temperature").press("End")
+        shown = page.locator(".words-says").evaluate("says => ({...says.dataset})")
+        query = f"?text=A+cat+sat+on+the+mat.&layer={shown['layer']}&head={shown['head']}"
+        nats = page.evaluate(f"fetch('/api/head{query}').then(reply => reply.json())")["nats"]
+        expected = measure_row(nats[int(shown["row"])], 32**0.5 / float(shown["tau"]))
+        assert {name: float(shown[name]) for name in expected} == pytest.approx(expected, rel=1e-9)
+        assert page.locator("#error").is_hidden()
+        assert all(url.startswith(server.address) for url in requests)
+        assert errors == []
+
+
+def test_words_of_512_tokens_follow_the_slider_without_stutter(browser, server):
+    with open_page(browser, viewport={"width": 1280, "height": 900}) as (page, errors, _):
+        page.goto(server.address + "words")
+        page.wait_for_selector("body[data-ready]", state="attached", timeout=30000)
+        page.fill("#text", "one two three four " * 150)
+        page.click("#run")
+        page.wait_for_selector("body[data-ready='2']", state="attached", timeout=240000)
+        assert page.locator(".words-tokens button").count() == 512
+        milliseconds = page.evaluate(
+            """() => { const slider = document.querySelector(".words-temperature"), began = performance.now();
+            for (let i = 0; i < 10; i++) { slider.value = String(20 * i); slider.dispatchEvent(new Event("input")); }
+            return (performance.now() - began) / 10; }"""
+        )
+        assert milliseconds < 50
+        assert errors == []
 
 
 def test_runs_appear_while_the_store_is_written(browser, tmp_path):

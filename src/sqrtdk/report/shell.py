@@ -12,7 +12,7 @@ from sqrtdk.report.plotly_renderer import plotly_script
 
 # The browser itself then refuses every request a page could make.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
-_ONLY_BY_SCRIPT = ".controls, .try-charts, .cause figure + figure, .save"
+_ONLY_BY_SCRIPT = ".controls, .try-charts, .cause figure + figure, .save, #words"
 _IMPORT = re.compile(r'^import (?:\{.*\} from )?"\./([\w.]+)";$', re.MULTILINE)
 
 

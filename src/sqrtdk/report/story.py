@@ -27,6 +27,7 @@ from sqrtdk.report.claim_cards import render_claims
 from sqrtdk.report.panels import Figure
 from sqrtdk.report.table import render_text
 from sqrtdk.report.try_it import render_try_it
+from sqrtdk.report.words import render_words
 
 __all__ = ["SECTIONS", "Chapter", "Exhibit", "Material", "Section", "choose_sections"]
 
@@ -141,6 +142,15 @@ def _tell_try(material: Material) -> Chapter:
         "One query and n keys with standard normal entries, sampled in this page. Move the sliders to see the softmax "
         "weights without scaling and with a scale of your choice. Each sample is one query; other samples differ.",
         html=render_try_it(),
+    )
+
+
+def _tell_words(material: Material) -> Chapter:
+    return Chapter(
+        "A head of a trained model (all-MiniLM-L6-v2, dₖ = 32) on a recorded sentence. Choose a word to see the "
+        "weights of its query, another head, or another temperature: the three marks are no scaling, 1/√dₖ and 1/dₖ. "
+        "The model was trained with 1/√dₖ. `sqrtdk serve` shows the same for your own sentences.",
+        html=render_words(),
     )
 
 
@@ -431,6 +441,9 @@ SECTIONS: dict[str, Section] = {
         f"sqrtdk saturation --zeros {_N - 1} --largest 16",
     ),
     "try": Section("Try it", "Try it", (), _tell_try, scripts=("try_it.js",)),
+    "words": Section(
+        "What does a trained head do with a sentence?", "Words", (), _tell_words, scripts=("recorded_words.js",)
+    ),
     "training": Section(
         "Does training fail without the scale?",
         "Training",
