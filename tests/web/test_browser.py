@@ -505,14 +505,19 @@ def test_fifty_hostile_names_do_not_execute(browser, tmp_path):
                 assert errors == []
 
 
+def read_sentence(page, server, text):
+    """Open the page Words and let the server's model read a text, which loads the model at first."""
+    page.goto(server.address + "words")
+    page.wait_for_selector("body[data-ready]", state="attached", timeout=30000)
+    assert page.locator(".words-tokens button").count() == len(read_sentences()["sentences"][0]["tokens"])
+    page.fill("#text", text)
+    page.click("#run")
+    page.wait_for_selector("body[data-ready='2']", state="attached", timeout=240000)
+
+
 def test_words_shows_recorded_sentences_and_reads_new_ones(browser, server):
     with open_page(browser, viewport={"width": 1280, "height": 900}) as (page, errors, requests):
-        page.goto(server.address + "words")
-        page.wait_for_selector("body[data-ready]", state="attached", timeout=30000)
-        assert page.locator(".words-tokens button").count() == len(read_sentences()["sentences"][0]["tokens"])
-        page.fill("#text", "A cat sat on the mat.")
-        page.click("#run")
-        page.wait_for_selector("body[data-ready='2']", state="attached", timeout=240000)
+        read_sentence(page, server, "A cat sat on the mat.")
         assert page.locator(".words-tokens button").all_text_contents()[1:4] == ["a", "cat", "sat"]
         page.locator(".words-temperature").press("End")
         shown = page.locator(".words-says").evaluate("says => ({...says.dataset})")
@@ -527,11 +532,7 @@ def test_words_shows_recorded_sentences_and_reads_new_ones(browser, server):
 
 def test_words_of_512_tokens_follow_the_slider_without_stutter(browser, server):
     with open_page(browser, viewport={"width": 1280, "height": 900}) as (page, errors, _):
-        page.goto(server.address + "words")
-        page.wait_for_selector("body[data-ready]", state="attached", timeout=30000)
-        page.fill("#text", "one two three four " * 150)
-        page.click("#run")
-        page.wait_for_selector("body[data-ready='2']", state="attached", timeout=240000)
+        read_sentence(page, server, "one two three four " * 150)
         assert page.locator(".words-tokens button").count() == 512
         milliseconds = page.evaluate(
             """() => { const slider = document.querySelector(".words-temperature"), began = performance.now();
