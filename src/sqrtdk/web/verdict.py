@@ -12,7 +12,7 @@ _ROUNDING = 1.0
 
 
 class Verdict(NamedTuple):
-    """Whether a scale gives the claimed weights, that scale's name (None if no scale does), and the reasons."""
+    """Verdict on one claim: whether some scale gives the claimed weights, its name (else None), and the reasons."""
 
     holds: bool
     scale: str | None
