@@ -174,7 +174,7 @@ def photograph(page, height, style):
 def compose_report():
     """Return the picture of the README: the first screen of the report, beside the curve above the sliders."""
     records = [variance(seed=SEED), concentration(seed=SEED), gradients(seed=SEED), load_ablation()]
-    page = photograph(render_report(records, only=["answer"]), 1110, "nav, #making { display: none }")
+    page = photograph(render_report(records, only=["answer"]), 985, "nav, #making { display: none }")
     hidden = (
         "header, nav, #making { display: none } main { padding-top: 0 } section { border: 0; margin: 0; padding: 0 }"
     )

@@ -84,14 +84,14 @@ def test_every_topic_is_told_under_its_name():
 
 
 def test_a_model_that_is_not_installed_is_not_audited(monkeypatch):
-    monkeypatch.setattr(report_records, "_MODEL", "no_such_model")
+    monkeypatch.setattr(report_records, "MINILM", "no_such_model")
     with Lab() as lab:
         assert gather(["audit"], Evidence(lab=lab)) == ([], None, {})
 
 
 @pytest.mark.slow
 def test_an_audit_that_fails_says_why(monkeypatch):
-    monkeypatch.setattr(report_records, "_MODEL", "json")  # installed, but no model
+    monkeypatch.setattr(report_records, "MINILM", "json")  # installed, but no model
     monkeypatch.setattr(report_records.importlib.util, "find_spec", lambda name: name)
     with Lab() as lab, pytest.warns(SqrtdkWarning, match="audit could not be computed: InvalidValueError: MODEL must"):
         _, audit, failures = gather(["audit"], Evidence(lab=lab))

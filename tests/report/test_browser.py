@@ -9,9 +9,11 @@ import pytest
 
 from browser import open_browser, open_page
 from example_records import NASTY, every_kind, make_ablation, make_claims
+from first_screen import assert_first_screen_shows_python, assert_terms_are_told
 from sqrtdk.audits.shipped import read_shipped
 from sqrtdk.report import render_report
 from sqrtdk.report.try_it import RANGES, TryIt, measure_try_it
+from sqrtdk.report.words import find_row, measure_row, read_sentences
 
 pytestmark = pytest.mark.long
 
@@ -57,6 +59,63 @@ def test_it_opens_from_a_file_without_requests_and_errors(browser, address):
         assert requests == []
 
 
+def test_the_first_screen_shows_the_numbers_of_python(browser, address):
+    with open_page(browser, viewport={"width": 1280, "height": 900}) as (page, errors, requests):
+        page.goto(address)
+        box = page.locator(".cause").bounding_box()
+        assert box["y"] + box["height"] <= 900, "the cause fits on the first screen"
+        assert_first_screen_shows_python(page)
+        assert errors == []
+        assert requests == []
+
+
+def assert_words_are_python(page):
+    """Assert that the sentence below the words has the numbers that Python computes from the record."""
+    shown = page.locator(".words-says").evaluate("says => ({...says.dataset})")
+    sentence = read_sentences()["sentences"][int(page.input_value(".words select"))]
+    row = find_row(sentence, int(shown["layer"]), int(shown["head"]), int(shown["row"]))
+    expected = measure_row(row, 1 / sentence["scale"] / float(shown["tau"]))
+    assert {name: float(shown[name]) for name in expected} == pytest.approx(expected, rel=1e-9)
+    return float(shown["tau"])
+
+
+def test_words_at_every_temperature_are_those_of_python(browser, address):
+    with open_page(browser, viewport={"width": 390, "height": 844}, color_scheme="dark") as (page, errors, requests):
+        page.goto(address)
+        slider = page.locator(".words-temperature")
+        assert assert_words_are_python(page) == pytest.approx(32**0.5)
+        for key, tau in (("Home", 0.5), ("End", 64.0)):
+            slider.press(key)
+            assert assert_words_are_python(page) == pytest.approx(tau)
+        for name, tau in (("no scaling", 1.0), ("1/√dₖ", 32**0.5), ("1/dₖ", 32.0)):
+            page.click(f".words-marks button:text-is('{name}')")
+            assert assert_words_are_python(page) == pytest.approx(tau)
+            assert f"({name})" in page.locator(".words-says").text_content()
+        page.select_option(".words select", "2")
+        assert_words_are_python(page)
+        page.click(".words-map button[data-at='3/5']")
+        page.keyboard.press("ArrowRight")
+        page.keyboard.press("ArrowUp")
+        assert "Layer 2, head 6" in page.locator(".words-says").text_content()
+        page.click(".words-tokens button >> nth=1")
+        page.keyboard.press("End")
+        assert_words_are_python(page)
+        assert (
+            int(page.locator(".words-says").get_attribute("data-row"))
+            == page.locator(".words-tokens button").count() - 1
+        )
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        assert errors == []
+        assert requests == []
+
+
+@pytest.mark.parametrize("touch", [False, True], ids=["pointer", "touch"])
+def test_terms_are_told(browser, address, touch):
+    with open_page(browser, viewport={"width": 390, "height": 844}, has_touch=touch) as (page, _, _):
+        page.goto(address)
+        assert_terms_are_told(page, touch)
+
+
 def assert_same_numbers(page, state):
     expected = measure_try_it(state)
     shown = page.evaluate(READ)
@@ -77,7 +136,7 @@ def test_every_slider_at_both_ends_shows_the_numbers_of_python(browser, address,
         page.check(f"#try-it input[value={policy}]")
         assert_same_numbers(page, TryIt(policy=policy))
         for name, values in RANGES.items():
-            before = page.locator(f"input[data-name={name}]").input_value()
+            before = page.locator(f"#try-it input[data-name={name}]").input_value()
             for place in (0, len(values) - 1):
                 page.evaluate(MOVE, [name, place])
                 assert_same_numbers(page, replace(TryIt(policy=policy), **{name: values[place]}))
@@ -93,7 +152,7 @@ def test_sliders_at_their_ends_together_and_other_samples(browser, address):
             for name, value in chosen.items():
                 page.evaluate(MOVE, [name, RANGES[name].index(value)])
             assert_same_numbers(page, TryIt(**chosen))
-        page.click("text=another sample")
+        page.click("#try-it >> text=another sample")
         assert_same_numbers(page, replace(TryIt(**chosen), seed=TryIt().seed + 1))
         page.click("text=reset")
         assert_same_numbers(page, TryIt())
@@ -153,12 +212,49 @@ def test_dark_pages_are_dark_and_their_figures_readable(browser, address):
             ("body", "color"),
             (".xtick text", "fill"),
             (".try-charts text", "fill"),
+            (".cause .walks text", "fill"),
             (".card", "color"),
         ):
             assert luminance(page.evaluate(f"() => ({style})('{query}', '{name}')")) > 0.4, query
 
 
-def test_thirteen_pages_of_paper_are_enough(browser, tmp_path):
+def test_figures_are_pictures_without_a_script(browser, address):
+    with open_page(browser, java_script_enabled=False) as (page, _, requests):
+        page.goto(address)
+        pictures = page.locator(".exhibit .plot svg.picture")
+        assert pictures.count() == page.locator(".exhibit .plot").count() >= 11
+        for picture in pictures.all():
+            box = picture.bounding_box()
+            assert box["width"] > 200
+            assert box["height"] > 100
+            assert picture.locator("path, circle, rect").count() > 0
+            assert picture.locator("text").count() > 2
+        assert requests == []
+
+
+def test_no_scaling_is_not_compared_with_itself(browser, address):
+    with open_page(browser) as (page, _, _):
+        page.goto(address)
+        chosen = page.locator("#try-it .try-chosen")
+        assert chosen.is_visible()
+        page.check("#try-it input[value=none]")
+        assert not chosen.is_visible()
+        assert page.locator("#try-it .try-says").inner_text().count("effective keys") == 1
+        assert page.locator("#try-it .try-logits .curve").count() == 1
+        page.check("#try-it input[value=inverse]")
+        assert chosen.is_visible()
+
+
+def test_the_map_of_heads_fits_a_phone_with_its_key(browser, address):
+    with open_page(browser, viewport={"width": 390, "height": 844}) as (page, _, _):
+        page.goto(address)
+        page.wait_for_selector("#models .main-svg")
+        for part in ("#models-0-0 .heatmaplayer", "#models-0-0 .colorbar"):
+            box = page.locator(part).first.bounding_box()
+            assert 0 <= box["x"] < box["x"] + box["width"] <= 390
+
+
+def test_twelve_pages_of_paper_are_enough(browser, tmp_path):
     path = tmp_path / "report.html"
     # As many claims of each verdict as `sqrtdk claims` has, about as long as they are.
     claim = make_claims(why=f"{'because ' * 12}. {'More ' * 24}").tables["claims"][0] | {"computed": "0.123, " * 40}
@@ -176,7 +272,7 @@ def test_thirteen_pages_of_paper_are_enough(browser, tmp_path):
         page.goto(path.as_uri())
         page.wait_for_selector(".main-svg")
         paper = page.pdf(format="A4")
-        assert 5 <= len(re.findall(rb"/Type\s*/Page\b", paper)) <= 13
+        assert 5 <= len(re.findall(rb"/Type\s*/Page\b", paper)) <= 12
         page.emulate_media(media="print")
         assert not page.locator("#try-it input").first.is_visible()
 

@@ -78,7 +78,10 @@ def test_a_correlated_key_is_found_with_the_scale_and_lost_with_one_over_d():
 
 
 def test_sliders_reach_the_sizes_they_promise():
-    assert (RANGES["d_k"][0], RANGES["d_k"][-1], RANGES["n"][0], RANGES["n"][-1]) == (1, 512, 2, 1024)
+    assert (RANGES["d_k"][0], RANGES["d_k"][-1], RANGES["n"][0], RANGES["n"][-1]) == (1, 512, 2, 2048)
+    assert all(
+        values[0] < getattr(TryIt(), name) < values[-1] for name, values in RANGES.items() if name != "correlation"
+    )
     assert 64 in RANGES["d_k"]
     for values in RANGES.values():
         assert list(values) == sorted(set(values))

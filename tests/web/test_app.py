@@ -215,7 +215,7 @@ def test_worked_numbers_come_out_as_softmax_has_them(client, title, unscaled, sc
             "scores must be 2 to 64 numbers separated by commas, got 65",
         ),
         ({"source": "file"}, "unknown source 'file'; known: random, scores"),
-        ({"d_kk": 3}, "unknown parameter 'd_kk'; known: correlation, d_k"),
+        ({"d_kk": 3}, "unknown parameter 'd_kk'; known: claimed, correlation, d_k"),
         ("n=3&n=4", "each parameter must be given once"),
     ],
     ids=str,
@@ -264,7 +264,8 @@ def test_pages_refer_to_files_that_are_there_and_have_no_inline_code(client):
 
 def test_scripts_write_text_and_never_markup():
     folder = Path(sqrtdk.__file__).parent / "web" / "static"
-    scripts = [*folder.glob("*.js"), folder.parent.parent / "wording" / "numbers.js"]
+    shared = [*(folder.parent.parent / "report").glob("*.js"), folder.parent.parent / "wording" / "numbers.js"]
+    scripts = [*folder.glob("*.js"), *shared]
     assert len(scripts) >= 5
     for script in scripts:
         text = script.read_text(encoding="utf-8")
@@ -272,7 +273,7 @@ def test_scripts_write_text_and_never_markup():
             script
         )
         for name in re.findall(r'from "\./([^"]+)"', text):
-            assert (folder / name).exists() or name == "numbers.js"
+            assert (folder / name).exists() or name in [file.name for file in shared]
 
 
 def test_files_are_asked_for_again_and_not_sent_again(client):

@@ -7,11 +7,13 @@ import time
 import pytest
 
 from browser import open_browser, open_page
+from first_screen import assert_first_screen_shows_python, assert_terms_are_told
 from scripts import run_script
 from sqrtdk import theory
 from sqrtdk.audits import read_shipped
 from sqrtdk.lab.spec import RunSpec
 from sqrtdk.lab.store import CURVES, RunRecord, Store
+from sqrtdk.report.words import measure_row, read_sentences
 from sqrtdk.web.explore_query import BOUNDS, POLICIES, Experiment
 from sqrtdk.web.measurement import measure
 from sqrtdk.web.presets import PRESETS
@@ -147,6 +149,11 @@ def assert_shows_python(page):
     return asked
 
 
+def test_the_first_screen_shows_the_numbers_of_python(explore):
+    assert_first_screen_shows_python(explore)
+    assert_terms_are_told(explore, touch=False)
+
+
 @pytest.mark.parametrize("name", ["d_k", "n", "t", "correlation", "mean_q", "mean_k"])
 def test_sliders_go_to_both_ends_by_keyboard(explore, name):
     explore.fill("#n", "64") if name != "n" else None
@@ -208,6 +215,87 @@ def test_a_wrong_number_is_told_and_the_page_lives_on(explore, control, value, t
     assert explore.locator("#error").text_content() == told
     change(explore, lambda: explore.click("#reset"))
     assert_shows_python(explore)
+
+
+def test_results_under_an_error_are_dimmed(explore):
+    opacity = "() => Number(getComputedStyle(document.querySelector('#cards')).opacity)"
+    assert explore.evaluate(opacity) == 1
+    change(explore, lambda: explore.fill("#d_k", "5000"))
+    assert explore.evaluate(opacity) < 0.5
+    assert explore.evaluate("Number(getComputedStyle(document.querySelector('#error')).opacity)") == 1
+    change(explore, lambda: explore.click("#reset"))
+    assert explore.evaluate(opacity) == 1
+
+
+def test_back_goes_back_and_one_move_of_a_slider_is_one_step(explore):
+    explore.focus("#d_k-slider")
+    change(explore, lambda: [explore.keyboard.press("ArrowRight") for _ in range(5)])
+    moved = shown_numbers(explore)
+    explore.wait_for_timeout(900)
+    change(explore, lambda: explore.select_option("#policy", "inverse"))
+    change(explore, explore.go_back)
+    assert shown_numbers(explore) == moved
+    assert explore.input_value("#policy") == "sqrt"
+    assert_shows_python(explore)
+    change(explore, explore.go_back)
+    assert explore.input_value("#d_k") == "64"
+    change(explore, explore.go_forward)
+    assert shown_numbers(explore) == moved
+
+
+def test_histograms_share_one_axis_and_every_scale_has_its_colour(explore):
+    change(explore, lambda: explore.fill("#t", "0.5"))
+    names = ("chosen", "none", "sqrt", "inverse")
+    ranges = [explore.evaluate(f"document.getElementById('histogram-{name}').layout.xaxis.range") for name in names]
+    assert len({tuple(ends) for ends in ranges}) == 1
+    for name in names:
+        bars = explore.evaluate(f"document.getElementById('histogram-{name}').data[0].x")
+        assert ranges[0][0] <= min(bars) <= max(bars) <= ranges[0][1]
+    colours = [explore.evaluate(f"document.getElementById('histogram-{name}').data[0].marker.color") for name in names]
+    assert len(set(colours)) == 4
+
+
+def test_a_slide_is_checked_and_its_link_carries_the_claim(explore, browser):
+    change(explore, lambda: explore.check("input[value=scores]"))
+    change(explore, lambda: explore.fill("#scores", "8.5, -2.1, 7.9"))
+    change(explore, lambda: explore.fill("#claimed", "0.99, 0.00, 0.01"))
+    verdict = "[0.99, 0.00, 0.01] Wrong: key 1 claimed 0.99, softmax gives 0.646 with no scaling."
+    assert explore.locator("#verdicts li").text_content().startswith(verdict)
+    assert explore.locator("#numbers th:has-text('gradient of a query, mean *')").count() == 1
+    assert "invented" in explore.locator("#gradients-caption").text_content()
+    with open_page(browser) as (other, errors, _):
+        other.goto(explore.url)
+        wait_for_answer(other)
+        assert other.locator("#verdicts li").text_content().startswith(verdict)
+        assert other.input_value("#claimed") == "0.99, 0.00, 0.01"
+        assert errors == []
+    change(explore, lambda: explore.fill("#claimed", "0.65, 0.00, 0.35"))
+    assert "Right: softmax gives these weights with no scaling." in explore.locator("#verdicts li").text_content()
+
+
+def test_hints_follow_the_state(explore):
+    hint = explore.locator("#numbers tr:has(td[data-quantity=grad_q]) th small").last
+    shown = shown_numbers(explore)
+    than = "larger" if shown["none", "grad_q"] > shown["sqrt", "grad_q"] else "smaller"
+    assert f"With no scaling it is {than} than with 1/√dₖ" in hint.text_content()
+    change(explore, lambda: explore.fill("#n", "16"))
+    change(explore, lambda: explore.fill("#d_k", "512"))
+    shown = shown_numbers(explore)
+    assert ("larger" if shown["none", "grad_q"] > shown["sqrt", "grad_q"] else "smaller") in hint.text_content()
+
+
+def test_slider_and_result_are_seen_together_on_a_phone(browser, server):
+    with open_page(browser, viewport={"width": 390, "height": 844}) as (page, _, _):
+        page.goto(server.address)
+        wait_for_answer(page)
+        page.locator("#d_k-slider").scroll_into_view_if_needed()
+        before = page.locator("#strip").text_content()
+        page.focus("#d_k-slider")
+        change(page, lambda: page.keyboard.press("End"))
+        for part in ("#d_k-slider", "#strip"):
+            box = page.locator(part).bounding_box()
+            assert 0 <= box["y"] <= box["y"] + box["height"] <= 844 + 1
+        assert page.locator("#strip").text_content() != before
 
 
 def test_a_link_with_wrong_values_is_told(browser, server):
@@ -293,7 +381,7 @@ def test_the_keyboard_reaches_every_control(explore):
     assert {"d_k", "d_k-slider", "n-slider", "policy", "t-slider", "dtype", "seed", "again", "reset"} <= reached
 
 
-@pytest.mark.parametrize("path", ["", "audit", "runs"])
+@pytest.mark.parametrize("path", ["", "words", "audit", "runs"])
 @pytest.mark.parametrize(
     "options", [{"viewport": {"width": 390, "height": 844}}, {"color_scheme": "dark"}], ids=["390", "dark"]
 )
@@ -415,6 +503,44 @@ def test_fifty_hostile_names_do_not_execute(browser, tmp_path):
                     assert name in text
                 assert all(url.startswith(running.address) for url in requests)
                 assert errors == []
+
+
+def read_sentence(page, server, text):
+    """Open the page Words and let the server's model read a text, which loads the model at first."""
+    page.goto(server.address + "words")
+    page.wait_for_selector("body[data-ready]", state="attached", timeout=30000)
+    assert page.locator(".words-tokens button").count() == len(read_sentences()["sentences"][0]["tokens"])
+    page.fill("#text", text)
+    page.click("#run")
+    page.wait_for_selector("body[data-ready='2']", state="attached", timeout=240000)
+
+
+def test_words_shows_recorded_sentences_and_reads_new_ones(browser, server):
+    with open_page(browser, viewport={"width": 1280, "height": 900}) as (page, errors, requests):
+        read_sentence(page, server, "A cat sat on the mat.")
+        assert page.locator(".words-tokens button").all_text_contents()[1:4] == ["a", "cat", "sat"]
+        page.locator(".words-temperature").press("End")
+        shown = page.locator(".words-says").evaluate("says => ({...says.dataset})")
+        query = f"?text=A+cat+sat+on+the+mat.&layer={shown['layer']}&head={shown['head']}"
+        nats = page.evaluate(f"fetch('/api/head{query}').then(reply => reply.json())")["nats"]
+        expected = measure_row(nats[int(shown["row"])], 32**0.5 / float(shown["tau"]))
+        assert {name: float(shown[name]) for name in expected} == pytest.approx(expected, rel=1e-9)
+        assert page.locator("#error").is_hidden()
+        assert all(url.startswith(server.address) for url in requests)
+        assert errors == []
+
+
+def test_words_of_512_tokens_follow_the_slider_without_stutter(browser, server):
+    with open_page(browser, viewport={"width": 1280, "height": 900}) as (page, errors, _):
+        read_sentence(page, server, "one two three four " * 150)
+        assert page.locator(".words-tokens button").count() == 512
+        milliseconds = page.evaluate(
+            """() => { const slider = document.querySelector(".words-temperature"), began = performance.now();
+            for (let i = 0; i < 10; i++) { slider.value = String(20 * i); slider.dispatchEvent(new Event("input")); }
+            return (performance.now() - began) / 10; }"""
+        )
+        assert milliseconds < 50
+        assert errors == []
 
 
 def test_runs_appear_while_the_store_is_written(browser, tmp_path):

@@ -7,7 +7,7 @@ from dataclasses import fields
 from html import escape
 from typing import TYPE_CHECKING
 
-from sqrtdk.audits.heat_map import HeatCell, map_heads
+from sqrtdk.audits.heat_map import HeatCell, map_heads, mark_pattern, write_legend
 from sqrtdk.audits.sentences import name_scale
 from sqrtdk.diagnosis.findings import Finding, name_evidence, write_evidence
 from sqrtdk.show.table import HEAT, Table, name_layer, shade_sharpness
@@ -22,6 +22,8 @@ __all__ = ["render_audit", "render_comparison", "render_heads"]
 _MOST_CHANGES = 24
 # A longer table is folded.
 _MOST_OPEN = 12
+# With more heads than this in a layer, a letter stands for the pattern: so 32 heads fit into 1280 pixels.
+_MOST_NAMED = 12
 # Half transparent for light and dark pages. The severity is also written in words.
 _SEVERITY_COLOURS = {"error": "208,52,44", "warning": "176,122,0", "info": "123,131,144"}
 _STYLE = """<style>
@@ -34,6 +36,8 @@ _STYLE = """<style>
 .sqrtdk-audit td.words,.sqrtdk-audit th.words{text-align:left}
 .sqrtdk-audit .heat td,.sqrtdk-audit .heat .head{min-width:3.6em;text-align:center}
 .sqrtdk-audit .heat td{border-radius:3px}
+.sqrtdk-audit .many{font-size:.72em;border-spacing:1px}
+.sqrtdk-audit .many td,.sqrtdk-audit .many .head{min-width:2.3em;padding:.2em .1em}
 .sqrtdk-audit .heat small{display:block;font-size:.82em;opacity:.8;white-space:normal;max-width:6em;margin:auto}
 .sqrtdk-audit .finding{border-left:4px solid;border-radius:3px;padding:.35em .8em;margin:.5em 0}
 .sqrtdk-audit .finding p{margin:.15em 0;max-width:none}
@@ -80,16 +84,21 @@ def _render_heat(audit: Audit) -> str:
     if not audit.heads:
         return ""
     heat = map_heads(audit)
+    many = len(heat[0].cells) > _MOST_NAMED
     head = "".join(f'<th class="head">{number}</th>' for number in range(len(heat[0].cells)))
     rows = "".join(
-        f'<tr><th>{row.number}</th><th class="path">{escape(row.name)}</th>{"".join(map(_render_cell, row.cells))}</tr>'
+        f'<tr><th>{row.number}</th><th class="path">{escape(row.name)}</th>'
+        f"{''.join(_render_cell(cell, many) for cell in row.cells)}</tr>"
         for row in heat
     )
     caption = (
         "Mean entropy ratio H/ln n and pattern of each head, with the share of rows that follow it; the stronger the "
         "colour, the sharper its weights."
     )
-    return _render_wide(caption, f'<tr><th></th><th class="path">layer / head</th>{head}</tr>{rows}', "heat")
+    if many:
+        caption = f"Each cell: {write_legend(audit)}; the stronger the colour, the sharper the head."
+    kind = "heat many" if many else "heat"
+    return _render_wide(caption, f'<tr><th></th><th class="path">layer / head</th>{head}</tr>{rows}', kind)
 
 
 def _render_wide(caption: str, rows: str, kind: str = "") -> str:
@@ -115,7 +124,7 @@ def _render_rows(table: Table) -> str:
     return _render_wide(table.title, f"<tr>{head}</tr>{''.join(f'<tr>{cells}</tr>' for cells in body)}")
 
 
-def _render_cell(cell: HeatCell | None) -> str:
+def _render_cell(cell: HeatCell | None, short: bool) -> str:
     if cell is None:
         return "<td></td>"
     head = cell.head
@@ -126,7 +135,7 @@ def _render_cell(cell: HeatCell | None) -> str:
     shade = shade_sharpness(head.entropy_ratio)
     return (
         f'<td style="background:rgba({HEAT},{shade:.2f})" title="{escape(", ".join(numbers))}">'
-        f"{cell.text}<small>{escape(cell.pattern)}</small></td>"
+        f"{cell.text}<small>{escape(mark_pattern(head.pattern) if short else cell.pattern)}</small></td>"
     )
 
 

@@ -120,9 +120,15 @@ def grid(
     init: Annotated[str | None, typer.Option(help="Initialisations of W_q and W_k, separated by commas.")] = None,
     seeds: Annotated[int | None, typer.Option(help="Seeds per setting. Default: 4.", min=1)] = None,
     steps: Annotated[int | None, typer.Option(help="Training steps per run. Default: 600.", min=1)] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print how many runs there are and how long.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print how many runs there are and how long they take on this machine.")
+    ] = False,
     store: Store = None,
     workers: Workers = None,
+    on: On = None,
+    num_cpus: NumCpus = None,
+    num_gpus: NumGpus = None,
+    memory: Memory = None,
     json: Json = False,
     curves: Annotated[bool, typer.Option("--curves", help="With --json: include the learning curves.")] = False,
     plot: Plot = None,
@@ -140,11 +146,11 @@ def grid(
     }
     spec = lab.GridSpec(**changes) if file is None else lab.read_grid(file, **changes)
     require_drawable(plot)
-    place = lab.Processes(workers)
-    with progress_bar() as bar, lab.Lab(store, place, follow(bar, "training")) as laboratory:
+    executor = lab.choose_executor(on, workers, num_cpus=num_cpus, num_gpus=num_gpus, memory=memory)
+    with progress_bar() as bar, lab.Lab(store, executor, follow(bar, "training")) as laboratory:
         if dry_run:
             bar.show("timing a few steps")
-            record = lab.plan_grid(spec, laboratory, place.workers)
+            record = lab.plan_grid(spec, laboratory, lab.Processes(workers).workers)
         else:
             record = lab.train_grid(spec, laboratory)
     present(record, json, None if dry_run else plot, curves=curves)

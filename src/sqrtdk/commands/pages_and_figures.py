@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json as json_module
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from sqrtdk.commands.flags import Json, Seed, Store, Workers, examples
 from sqrtdk.commands.options import naming
+from sqrtdk.commands.report_records import MINILM
 from sqrtdk.commands.results import draw_figure, gathering, require_drawable
 from sqrtdk.errors import InvalidValueError, missing_extra
 from sqrtdk.records.files import read_bounded
 from sqrtdk.records.observations import read_observations
 from sqrtdk.records.record import Record
+
+if TYPE_CHECKING:
+    from sqrtdk.torch.models.sentences import SentenceReader
 
 commands = typer.Typer()
 
@@ -31,7 +36,7 @@ def report(
         list[str] | None,
         typer.Option(
             help="Write this section only; repeat the option for several. Sections: answer, variance, saturation, try, "
-            "training, gradients, inverse, temperature, models, claims."
+            "words, training, gradients, inverse, temperature, models, claims."
         ),
     ] = None,
     full: Annotated[
@@ -103,9 +108,15 @@ def serve(
     audit: Annotated[
         Path | None, typer.Option(help="File from `sqrtdk audit --json`. Default: the audit of MiniLM.")
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Model that reads sentences on the page Words, as for `audit`. Default: MiniLM if installed."
+        ),
+    ] = None,
     browse: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in the browser.")] = False,
 ) -> None:
-    """Serve three pages locally: Explore (sliders), Audit (layers × heads) and Runs (live curves). Needs no network."""
+    """Serve pages locally: Explore (sliders), Words (sentences), Audit (heads) and Runs (live). Needs no network."""
     from sqrtdk.web import serve as serve_pages
 
     def announce(address: str) -> None:
@@ -115,7 +126,21 @@ def serve(
 
             webbrowser.open(address)
 
-    serve_pages(host=host, port=port, token=token, store=store, audit=audit, announce=announce)
+    reader = _find_reader(model)
+    serve_pages(host=host, port=port, token=token, store=store, audit=audit, reader=reader, announce=announce)
+
+
+def _find_reader(model: str | None) -> SentenceReader | None:
+    """Return the model for the page Words; none if no model is named and MiniLM is not installed."""
+    missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+    if model is None and (missing or importlib.util.find_spec(MINILM) is None):
+        return None
+    if missing:
+        raise missing_extra(missing[0], "hf")
+    from sqrtdk.torch.models.sentences import SentenceReader
+
+    with naming("--model"):
+        return SentenceReader(model or MINILM)
 
 
 @commands.command(

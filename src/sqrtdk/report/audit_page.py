@@ -56,6 +56,6 @@ def render_audit_page(audit: Audit, comparison: Comparison | None = None, other:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
         f"<style>{style}</style></head>\n"
-        f"<body><main><h1>Audit of {escape(name)}</h1>\n{render_audit(audit)}\n{numbers}{compared}"
+        f'<body><main class="broad"><h1>Audit of {escape(name)}</h1>\n{render_audit(audit)}\n{numbers}{compared}'
         f'<section id="making"><h2>How it was made</h2><p class="asks">{lines}</p></section></main></body></html>\n'
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from sqrtdk.records.record import Record, Row
@@ -68,15 +69,18 @@ def show_variance(record: Record) -> Figure:
     )
     shown = spread_out(sizes, _MOST_DENSITIES)
     where = "each size" if shown == sizes else f"{len(shown)} of the {len(sizes)} sizes"
+    densities = f"the distribution of the scores at {where}."
     return Figure(
         _state_spread(rows),
         (
             spread,
-            _show_densities(record, shown, "none", "Scores without scaling"),
-            _show_densities(record, shown, "sqrt", "Scores divided by √dₖ"),
+            *(
+                replace(_show_densities(record, shown, policy, title), caption=f"Lines: {densities}")
+                for policy, title in (("none", "Scores without scaling"), ("sqrt", "Scores divided by √dₖ"))
+            ),
         ),
         caption="Left: lines are the variance formula, dots the measurement with its 95% interval. Middle and right: "
-        f"the distribution of the scores at {where}.",
+        f"{densities}",
     )
 
 
@@ -134,6 +138,7 @@ def show_saturation(record: Record) -> Figure:
         (lines["jacobian_trace"], lines["slope"], lines["entropy_ratio"]),
         marks,
         name="sensitivity",
+        caption=f"Left: the dashed line marks the main definition: {main['definition']}." if within else "",
     )
     solutions = record.tables["points"]
     points = Panel(
@@ -166,6 +171,7 @@ def show_saturation(record: Record) -> Figure:
             for index, row in enumerate(solutions)
         ),
         name="definitions",
+        caption="Right: the diamond is the main definition, dots are others.",
     )
     return Figure(
         f"softmax of x and {count(int(record.spec['zeros']), 'zero')} saturates at x = {main['x']:.2f}"
@@ -219,6 +225,7 @@ def show_temperature(record: Record) -> Figure:
                     0.0,
                     colour_bar=pattern is shown[-1],
                     ticks=decades,
+                    sharp="high",
                 ),
             ),
             name="pattern",

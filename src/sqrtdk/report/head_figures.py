@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -52,7 +52,15 @@ def show_weights(weights: Array) -> Figure:
             f"head {head}" if len(maps) > 1 else "",
             Axis("key"),
             Axis("query"),
-            (Heatmap(tuple(map(floats, _thin(one))), 0.0, strongest or 1.0, colour_bar=head == len(shown) - 1),),
+            (
+                Heatmap(
+                    tuple(map(floats, _thin(one))),
+                    0.0,
+                    strongest or 1.0,
+                    colour_bar=head == len(shown) - 1,
+                    sharp="high",
+                ),
+            ),
         )
         for head, one in enumerate(shown)
     )
@@ -162,7 +170,7 @@ def _draw_model(name: str, paths: Sequence[str], ratios: Sequence[Numbers], logi
     ends = (min([0.0, *finite]), max([1.0, *finite]))
     panels = (
         Panel(_RATIO, head_axis, layer_axis, (_heat(ratios, most, 0.0, 1.0),)),
-        Panel("largest logit", head_axis, layer_axis, (_heat(logits, most, *ends),)),
+        Panel("largest logit", head_axis, layer_axis, (_heat(logits, most, *ends, sharp="high"),)),
     )
     return Figure(
         f"{name}{count(len(paths), 'layer')}, {count(len(numbered), 'head')}: {_name_extremes(numbered)}",
@@ -174,8 +182,10 @@ def _draw_model(name: str, paths: Sequence[str], ratios: Sequence[Numbers], logi
     )
 
 
-def _heat(rows: Sequence[Numbers], most: int, low: float, high: float) -> Heatmap:
-    return Heatmap(tuple((*row, *[math.nan] * (most - len(row))) for row in rows), low, high)
+def _heat(
+    rows: Sequence[Numbers], most: int, low: float, high: float, sharp: Literal["low", "high"] = "low"
+) -> Heatmap:
+    return Heatmap(tuple((*row, *[math.nan] * (most - len(row))) for row in rows), low, high, sharp=sharp)
 
 
 def _name_extremes(heads: Sequence[tuple[str, float]]) -> str:

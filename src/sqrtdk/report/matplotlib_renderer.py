@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from sqrtdk.errors import missing_extra
 from sqrtdk.report.panels import (
-    COLOUR_SCALES,
     Area,
     Axis,
     Figure,
@@ -19,6 +18,7 @@ from sqrtdk.report.panels import (
     Points,
     ReferenceLine,
     Series,
+    list_colours,
 )
 
 _INK, _GRID = "#2b2f36", "#dfe3e8"
@@ -151,7 +151,7 @@ def _draw_points(axes: Any, series: Points) -> None:
 def _draw_heatmap(canvas: Any, axes: Any, series: Heatmap) -> None:
     from matplotlib.colors import LinearSegmentedColormap
 
-    colours = LinearSegmentedColormap.from_list(series.colours, COLOUR_SCALES[series.colours])
+    colours = LinearSegmentedColormap.from_list(series.colours, list_colours(series))
     image = axes.imshow(
         series.z, cmap=colours, vmin=series.low, vmax=series.high, aspect="auto", interpolation="nearest"
     )

@@ -25,10 +25,10 @@ def show_heads(audit: Audit, name: str) -> Figure:
             "",
             Axis("head", ticks=tuple((float(head), str(head)) for head in range(len(z[0])))),
             Axis("layer", ticks=tuple((float(layer), str(layer)) for layer in range(len(heat)))),
-            (Heatmap(z, 0.0, 1.0, text=text, colour_bar=False),),
+            (Heatmap(z, 0.0, 1.0, text=text),),
         ),
-        f"Entropy ratio H/ln n of each head, mean over its queries: 1 is uniform, 0 is one-hot. Input: "
-        f"{audit.about.get('input', audit.about.get('batch', 'unknown'))}.",
+        f"Entropy ratio H/ln n of each head, mean over its queries: 1 is uniform, 0 is one-hot; dark cells are sharp. "
+        f"Input: {audit.about.get('input', audit.about.get('batch', 'unknown'))}.",
         height=70 + 34 * len(heat),
     )
 

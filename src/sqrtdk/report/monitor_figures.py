@@ -33,6 +33,7 @@ def show_monitor(record: Record) -> Figure:
                 0.0,
                 max(most, 2.0),
                 ticks=tuple((float(power), f"{10**power}") for power in range(math.floor(max(most, 2.0)) + 1)),
+                sharp="high",
             ),
         ),
     )

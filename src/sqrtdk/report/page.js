@@ -16,6 +16,7 @@ function drawIn(part) {
       const longest = Math.max(...trace.text.flat().map((text) => text.length));
       if ((plot.clientWidth - 60) / trace.z[0].length < 7 * longest) delete trace.texttemplate;
     }
+    plot.replaceChildren(); // the picture that stands where no script runs
     Plotly.newPlot(plot, chart.data, chart.layout, { responsive: true, displayModeBar: false });
   }
 }

@@ -19,10 +19,13 @@ from sqrtdk.report.shell import wrap_page
 from sqrtdk.report.story import SECTIONS, Chapter, Exhibit, Material, Section, choose_sections
 from sqrtdk.report.table import render_table, render_text
 from sqrtdk.report.training_figures import compares_scaling
+from sqrtdk.wording.glossary import explain_terms
 from sqrtdk.wording.quantities import format_cell
 
 __all__ = ["render_report", "write_report"]
 
+# Explained where a section uses them first; the first screen explains the others.
+_TERMS = ("variance", "saturation index", "gradient", "Jacobian trace", "temperature", "head")
 _TITLE = "Why divide by √dₖ?"
 
 
@@ -150,7 +153,7 @@ def _render_chapter(name: str, chapter: Chapter, full: bool) -> str:
     )
     notes = "".join(f'<p class="note">{render_text(note)}</p>' for note in chapter.notes)
     after = "".join(f"<p>{render_text(paragraph)}</p>" for paragraph in chapter.after)
-    text = f"<p>{render_text(chapter.text)}</p>" if chapter.text else ""
+    text = f'<p class="told">{explain_terms(render_text(chapter.text), _TERMS)}</p>' if chapter.text else ""
     return f"{text}{notes}{chapter.html}{exhibits}{after}{more}"
 
 
@@ -165,11 +168,12 @@ def _render_exhibit(name: str, exhibit: Exhibit, *, full: bool) -> str:
         for kind in ("csv", "json")
     )
     state = " open" if full else ""
-    return (
-        f'<div class="exhibit">{render_fragment(exhibit.figure, name)}{says}'
+    folded = (
         f'<details class="numbers"{state}><summary>the numbers</summary>{render_table(rows)}'
-        f'<p class="save">save as {buttons}</p></details></div>'
+        f'<p class="save">save as {buttons}</p></details>'
     )
+    figure = render_fragment(exhibit.figure, name)
+    return f'<div class="exhibit">{figure}{says}{folded if rows else ""}</div>'
 
 
 def _render_others(records: Mapping[str, Record], full: bool) -> dict[str, str]:
@@ -199,8 +203,12 @@ def _name_kind(record: Record) -> str:
 
 def _render_making(records: Mapping[str, Record], command: str) -> str:
     # Records read from a store may come from other versions and machines than the rest.
+    all_versions = [record.versions.items() for record in records.values()]
+    # Versions that are all among those of another record are not listed twice.
     made = _list_once(
-        ", ".join(f"{package} {version}" for package, version in record.versions.items()) for record in records.values()
+        ", ".join(f"{package} {version}" for package, version in mine)
+        for mine in all_versions
+        if not any(mine < others for others in all_versions)
     )
     cpus = _list_once(record.cpu for record in records.values())
     rows = [

@@ -18,7 +18,7 @@ Dash: TypeAlias = Literal["solid", "dash", "dot", "dashdot"]
 Symbol: TypeAlias = Literal["circle", "diamond", "cross", "square"]
 ColourScale: TypeAlias = Literal["sequential", "diverging"]
 
-# Light to dark as weights grow, readable on white and on black and by colour-blind readers.
+# Dark to light; readable on white and on black and by colour-blind readers.
 COLOUR_SCALES: dict[ColourScale, tuple[str, ...]] = {
     "sequential": ("#0b1f3f", "#14486e", "#1f7a8c", "#5aa786", "#b6c96b", "#fde74c"),
     "diverging": ("#0b5fa5", "#6aa5d6", "#dfe3e8", "#e8a070", "#c24f0a"),
@@ -77,7 +77,8 @@ class Points:
 class Heatmap:
     """Matrix as colours, first row on top, with a text in each cell if given; its colour range is part of it.
 
-    `ticks` names values on the colour bar, as those of logarithms.
+    `ticks` names values on the colour bar, as those of logarithms. Dark cells of a sequential map are the sharp ones:
+    `sharp` says whether those have low numbers (entropy ratios) or high ones (weights, logits).
     """
 
     z: tuple[Numbers, ...]
@@ -87,6 +88,7 @@ class Heatmap:
     text: tuple[tuple[str, ...], ...] | None = None
     colour_bar: bool = True
     ticks: tuple[tuple[float, str], ...] | None = None
+    sharp: Literal["low", "high"] = "low"
 
     def __post_init__(self) -> None:
         if self.text is not None:
@@ -108,6 +110,26 @@ class Area:
 
     def __post_init__(self) -> None:
         _require_equal_lengths("Area", x=self.x, low=self.low, high=self.high)
+
+
+def list_colours(heat: Heatmap) -> tuple[str, ...]:
+    """Return the colours of a map from its low end to its high end."""
+    colours = COLOUR_SCALES[heat.colours]
+    return colours[::-1] if heat.colours == "sequential" and heat.sharp == "high" else colours
+
+
+def shade(heat: Heatmap, value: float) -> str:
+    """Return the colour of a value in a map.
+
+    >>> shade(Heatmap(((0.0, 1.0),), 0.0, 1.0), 0.0) == shade(Heatmap(((0.0, 1.0),), 0.0, 1.0, sharp="high"), 1.0)
+    True
+    """
+    colours = list_colours(heat)
+    share = min(max((value - heat.low) / ((heat.high - heat.low) or 1.0), 0.0), 1.0) * (len(colours) - 1)
+    at = min(int(share), len(colours) - 2)
+    ends = [[int(colour[i : i + 2], 16) for i in (1, 3, 5)] for colour in colours[at : at + 2]]
+    mixed = (round(low + (share - at) * (high - low)) for low, high in zip(*ends, strict=True))
+    return "#" + "".join(f"{part:02x}" for part in mixed)
 
 
 Series: TypeAlias = Line | Points | Area | Heatmap
@@ -174,7 +196,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Panel:
-    """One set of axes with what is drawn in it; pages fetch it from a figure by its name."""
+    """One set of axes with what is drawn in it; pages fetch it from a figure by its name, with its own caption."""
 
     title: str
     x: Axis
@@ -183,6 +205,7 @@ class Panel:
     lines: tuple[ReferenceLine, ...] = ()
     notes: tuple[Note, ...] = ()
     name: str = ""
+    caption: str = ""
 
 
 @dataclass(frozen=True)
@@ -210,8 +233,10 @@ class Figure:
         return entries
 
     def part(self, *names: str, columns: int) -> Figure:
-        """Return the figure with the panels of these names alone."""
-        return replace(self, panels=tuple(panel for panel in self.panels if panel.name in names), columns=columns)
+        """Return the figure with the panels of these names alone, captioned by what is said about them."""
+        panels = tuple(panel for panel in self.panels if panel.name in names)
+        caption = " ".join(dict.fromkeys(panel.caption for panel in panels if panel.caption))
+        return replace(self, panels=panels, columns=columns, caption=caption)
 
     def panel(self, name: str) -> Panel:
         """Return the one panel of this name.

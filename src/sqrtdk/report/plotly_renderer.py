@@ -8,7 +8,6 @@ from typing import Any
 
 from sqrtdk.errors import missing_extra
 from sqrtdk.report.panels import (
-    COLOUR_SCALES,
     Area,
     Axis,
     Figure,
@@ -20,7 +19,9 @@ from sqrtdk.report.panels import (
     Points,
     ReferenceLine,
     Series,
+    list_colours,
 )
+from sqrtdk.report.svg_renderer import draw_panel
 from sqrtdk.report.table import render_text
 
 # Mid-tones that stand on white and on near black; the page's style sheet refines the text per colour scheme.
@@ -54,8 +55,11 @@ def draw(figure: Figure) -> list[Any]:
 def render_fragment(figure: Figure, name: str) -> str:
     """Render a figure as an HTML fragment: title, legend, panels with their data, caption.
 
+    Without a script each panel is a picture.
     The fragment needs `page.css`, `page.js` and Plotly's script on its page; `name` must be unique there.
     """
+    columns = min(figure.columns, len(figure.panels))
+    width = {1: 700, 2: 340}.get(columns, 300)
     panels = []
     for index, (panel, chart) in enumerate(zip(figure.panels, draw(figure), strict=True)):
         # In JSON "<" occurs inside strings only, so it can be spelled in a way that cannot end the script element.
@@ -66,12 +70,11 @@ def render_fragment(figure: Figure, name: str) -> str:
         panels.append(
             f'<div class="panel">{heading}'
             f'<div class="plot" id="{target}" style="height:{figure.panel_height}px" role="img" '
-            f'aria-label="{escape(panel.title or figure.title)}"></div>'
+            f'aria-label="{escape(panel.title or figure.title)}">{draw_panel(panel, width, figure.panel_height)}</div>'
             f'<script type="application/json" class="plot-data" data-for="{target}">{data}</script></div>'
         )
     legend = "".join(_legend_entry(group, series) for group, series in figure.legend().items())
     caption = f'<p class="caption">{render_text(figure.caption)}</p>' if figure.caption else ""
-    columns = min(figure.columns, len(figure.panels))
     return (
         f'<figure class="figure"><figcaption>{render_text(figure.title)}</figcaption>'
         f'<div class="legend">{legend}</div>'
@@ -150,7 +153,7 @@ def _points_trace(series: Points) -> dict[str, Any]:
 
 
 def _heatmap_trace(series: Heatmap) -> dict[str, Any]:
-    colours = COLOUR_SCALES[series.colours]
+    colours = list_colours(series)
     trace: dict[str, Any] = {
         "type": "heatmap",
         "z": series.z,

@@ -23,10 +23,12 @@ from sqrtdk.report import (
     zoo_figures,
 )
 from sqrtdk.report.answer import answer
+from sqrtdk.report.cause import render_cause
 from sqrtdk.report.claim_cards import render_claims
 from sqrtdk.report.panels import Figure
 from sqrtdk.report.table import render_text
 from sqrtdk.report.try_it import render_try_it
+from sqrtdk.report.words import render_words
 
 __all__ = ["SECTIONS", "Chapter", "Exhibit", "Material", "Section", "choose_sections"]
 
@@ -40,6 +42,7 @@ class Exhibit:
         says: the sentences below.
         source: the name of the record or audit that has the data.
         table: its table that is folded below the figure.
+        rows: the rows of the table; none: no table.
         columns: the columns that readers see; None: all.
     """
 
@@ -131,7 +134,8 @@ def _tell_answer(material: Material) -> Chapter:
             )
         )
     goal = f'<p class="goal">{GOAL}{example}</p>'
-    return Chapter("", exhibits, html=f'{goal}<ol class="answer">{sentences}</ol>' if sentences else "")
+    told = f'{goal}<ol class="answer">{sentences}</ol>' if sentences else ""
+    return Chapter("", exhibits, html=f"{render_cause()}{told}")
 
 
 def _tell_try(material: Material) -> Chapter:
@@ -139,6 +143,15 @@ def _tell_try(material: Material) -> Chapter:
         "One query and n keys with standard normal entries, sampled in this page. Move the sliders to see the softmax "
         "weights without scaling and with a scale of your choice. Each sample is one query; other samples differ.",
         html=render_try_it(),
+    )
+
+
+def _tell_words(material: Material) -> Chapter:
+    return Chapter(
+        "A head of a trained model (all-MiniLM-L6-v2, dₖ = 32) on a recorded sentence. Choose a word to see the "
+        "weights of its query, another head, or another temperature: the three marks are no scaling, 1/√dₖ and 1/dₖ. "
+        "The model was trained with 1/√dₖ. `sqrtdk serve` shows the same for your own sentences.",
+        html=render_words(),
     )
 
 
@@ -308,24 +321,7 @@ def _tell_temperature(material: Material) -> Chapter:
     exhibits: list[Exhibit] = []
     more: dict[str, Figure] = {}
     if (record := records.get("temperature")) is not None:
-        exhibits.append(
-            _exhibit(
-                record,
-                story_figures.show_temperatures(record),
-                record.sentences.get("sharpest to softest", ""),
-                source="temperature",
-                table="temperature",
-                columns=(
-                    "relative",
-                    "tau",
-                    "entropy_ratio",
-                    "saturation_index",
-                    "effective_keys",
-                    "max_weight",
-                    "grad_q",
-                ),
-            )
-        )
+        more["Entropy ratio at each temperature"] = story_figures.show_temperatures(record)
         more["Weights by rank at each temperature"] = story_figures.show_ranked_weights(record)
     if (record := records.get("learned")) is not None and (figure := training_figures.show_learned(record)):
         exhibits.append(
@@ -347,11 +343,14 @@ def _tell_temperature(material: Material) -> Chapter:
                 training_figures.tabulate_stages(record),
             )
         )
+    told = [record.sentences.get("sharpest to softest", "")] if (record := records.get("temperature")) else []
     return Chapter(
         "√dₖ is the temperature τ that makes the variance 1. A smaller τ gives sharper weights, a larger τ softer "
-        "ones, and a model can learn its τ. The last figure takes the scale away from a trained model.",
+        "ones, and a model can learn its τ."
+        + (" The last figure takes the scale away from a trained model." if "swap" in records else ""),
         exhibits,
         more,
+        after=[sentence for sentence in told if sentence],
     )
 
 
@@ -394,10 +393,10 @@ def _tell_models(material: Material) -> Chapter:
         exhibits.append(
             Exhibit(
                 figure,
-                "The models of the section on training. The table has their losses.",
+                "The models of the section on training, which has the table of their losses.",
                 "ablation",
                 "best",
-                training_figures.tabulate_settings(record, "best"),
+                (),
             )
         )
     if (record := records.get("zoo")) is not None:
@@ -462,6 +461,7 @@ SECTIONS: dict[str, Section] = {
         ("variance", "concentration", "gradients", "ablation", "widths"),
         _tell_answer,
         leads=True,
+        scripts=("cause.js",),
     ),
     "variance": Section(
         "Do scores spread more as dₖ grows?", "Variance", ("variance",), _tell_variance, "sqrtdk variance"
@@ -473,7 +473,10 @@ SECTIONS: dict[str, Section] = {
         _tell_saturation,
         f"sqrtdk saturation --zeros {_N - 1} --largest 16",
     ),
-    "try": Section("Try it", "Try it", (), _tell_try, scripts=("numbers.js", "try_it.js")),
+    "try": Section("Try it", "Try it", (), _tell_try, scripts=("try_it.js",)),
+    "words": Section(
+        "What does a trained head do with a sentence?", "Words", (), _tell_words, scripts=("recorded_words.js",)
+    ),
     "training": Section(
         "Does training fail without the scale?",
         "Training",

@@ -7,6 +7,7 @@ numbers that the page shows before its script has run, and for the test that bot
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -20,7 +21,7 @@ from sqrtdk.report.palette import policy_colour
 from sqrtdk.wording.names import name_policy
 from sqrtdk.wording.quantities import format_cell
 
-__all__ = ["QUANTITIES", "RANGES", "TryIt", "measure_try_it", "render_try_it"]
+__all__ = ["QUANTITIES", "RANGES", "TryIt", "measure_try_it", "render_slider", "render_try_it"]
 
 Array = npt.NDArray[np.float64]
 
@@ -36,7 +37,7 @@ def _powers(last: int, first: int = 1) -> tuple[int, ...]:
 
 RANGES: dict[str, tuple[float, ...]] = {
     "d_k": _powers(512),
-    "n": _powers(1024, first=2),
+    "n": _powers(2048, first=2),
     "t": tuple(2.0 ** (step / 4) for step in range(-12, 13)),
     "correlation": tuple(step / 20 for step in range(21)),
 }
@@ -135,13 +136,14 @@ def render_try_it() -> str:
     """Render the sliders, the numbers of their first position and the empty charts that the script fills."""
     state = TryIt()
     numbers = measure_try_it(state)
+    words = {
+        "d_k": "dₖ, length of q and k",
+        "n": "n, number of keys",
+        "t": "t, factor on the temperature",
+        "correlation": "correlation of the query with its own key",
+    }
     sliders = "".join(
-        (
-            _render_slider("d_k", "dₖ, length of q and k", state.d_k),
-            _render_slider("n", "n, number of keys", state.n),
-            _render_slider("t", "t, factor on the temperature", state.t),
-            _render_slider("correlation", "correlation of the query with its own key", state.correlation),
-        )
+        render_slider("try", name, words[name], getattr(state, name), values) for name, values in RANGES.items()
     )
     policies = "".join(
         f'<label><input type="radio" name="try-policy" value="{name}"{" checked" if name == state.policy else ""}> '
@@ -162,9 +164,9 @@ def render_try_it() -> str:
         '<button type="button" data-do="reset">reset</button></div></div>'
         '<p class="try-says" aria-live="polite"></p>'
         '<div class="try-charts"><figure><figcaption>Histogram of the logits</figcaption>'
-        '<svg class="try-logits" role="img" aria-label="Histogram of the logits under both scales"></svg>'
+        '<svg class="small-chart try-logits" role="img" aria-label="Histogram of the logits under both scales"></svg>'
         "</figure><figure><figcaption>Weight of the 1st, 2nd, 3rd … key</figcaption>"
-        '<svg class="try-weights" role="img" aria-label="Sorted softmax weights under both scales"></svg>'
+        '<svg class="small-chart try-weights" role="img" aria-label="Sorted softmax weights under both scales"></svg>'
         "</figure></div>"
         '<table class="try-numbers"><thead><tr><th scope="col">this sample</th>'
         '<th scope="col" class="number">no scaling</th>'
@@ -173,14 +175,14 @@ def render_try_it() -> str:
     )
 
 
-def _render_slider(name: str, words: str, value: float) -> str:
-    values = RANGES[name]
+def render_slider(owner: str, name: str, words: str, value: float, values: Sequence[float]) -> str:
+    """Render a slider over values with its label and the value nearest to the given one; `owner` begins its id."""
     place = min(range(len(values)), key=lambda index: abs(values[index] - value))
     listed = ",".join(f"{one:.17g}" for one in values)
-    shown = format_cell(float(value))
+    shown, ident = format_cell(float(value)), f"{owner}-{name}"
     return (
-        f'<div class="slider"><label for="try-{name}">{escape(words)}</label><output for="try-{name}">{shown}</output>'
-        f'<input type="range" id="try-{name}" min="0" max="{len(values) - 1}" step="1" value="{place}" '
+        f'<div class="slider"><label for="{ident}">{escape(words)}</label><output for="{ident}">{shown}</output>'
+        f'<input type="range" id="{ident}" min="0" max="{len(values) - 1}" step="1" value="{place}" '
         f'data-name="{name}" data-values="{listed}" aria-valuetext="{shown}"></div>'
     )
 

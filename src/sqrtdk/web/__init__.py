@@ -1,4 +1,4 @@
-"""Local pages: Explore (sliders over the real operation), Audit and Runs, and their small server."""
+"""Local pages: Explore (sliders over the real operation), Words, Audit and Runs, and their small server."""
 
 from __future__ import annotations
 

@@ -26,6 +26,8 @@ from sqrtdk import scales
 from sqrtdk.audits import read_audit
 from sqrtdk.errors import InvalidValueError, SqrtdkError
 from sqrtdk.records.json import plain
+from sqrtdk.report.shell import read_shared
+from sqrtdk.report.words import read_sentences
 from sqrtdk.web.audit_view import view_audit
 from sqrtdk.web.explore_query import BOUNDS, DISTRIBUTIONS, DTYPES, MOST_SCORES, POLICIES, QUERIES, Experiment
 from sqrtdk.web.gate import Gate
@@ -34,18 +36,24 @@ from sqrtdk.web.pages import PAGES, read_plotly, render_page
 from sqrtdk.web.presets import PRESETS
 from sqrtdk.web.runs import list_runs, read_curves
 from sqrtdk.web.vectors import sample
+from sqrtdk.web.words_query import HOW_TO_GET_A_MODEL, Reader, read_place, read_text, require_reader
 from sqrtdk.wording.quantities import AUDITED, EXPLORED
 
 __all__ = ["make_app"]
 
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+_SHARED = ("numbers.js", "sampled_row.js", "svg_chart.js", "cause.js", "words.js", "teaching.css")
 _WAITING_SECONDS = 15.0
 # Sizes that take some ten milliseconds, the usual setting of the page among them.
 _SMALL_PRODUCTS = QUERIES * 1024 * 64
 
 
 def make_app(
-    host: str = "127.0.0.1", token: str | None = None, store: Path | None = None, audit: Path | None = None
+    host: str = "127.0.0.1",
+    token: str | None = None,
+    store: Path | None = None,
+    audit: Path | None = None,
+    reader: Reader | None = None,
 ) -> ASGIApp:
     """Return the application behind its gate; it reads only its own files and the given ones.
 
@@ -54,12 +62,13 @@ def make_app(
         token: see `Gate`.
         store: the SQLite file of runs, or a file that a monitor writes, which need not exist yet.
         audit: an audit as JSON; None for the shipped one.
+        reader: the model of the Words page; None shows recorded sentences alone.
 
     Raises:
         InvalidValueError: the audit cannot be read, or a token is missing or unfit.
     """
     read_audit(audit)
-    site = _Site(store, audit)
+    site = _Site(store, audit, reader)
     routes = [Route(page.path, _serve(render_page(page), "text/html"), methods=["GET"]) for page in PAGES]
     routes += [Route(f"/static/{name}", _serve_file(name), methods=["GET"]) for name in _list_static()]
     routes += [
@@ -67,6 +76,9 @@ def make_app(
         Route("/api/explore", site.explore, methods=["GET"]),
         Route("/api/expected", site.expected, methods=["GET"]),
         Route("/api/audit", site.audit, methods=["GET"]),
+        Route("/api/sentences", site.sentences, methods=["GET"]),
+        Route("/api/words", site.words, methods=["GET"]),
+        Route("/api/head", site.head, methods=["GET"]),
         Route("/api/runs", site.runs, methods=["GET"]),
         Route("/api/curves", site.curves, methods=["GET"]),
     ]
@@ -79,11 +91,11 @@ def make_app(
 class _Site:
     """Endpoints with the files that they may read and the threads that compute answers."""
 
-    def __init__(self, store: Path | None, audit: Path | None) -> None:
-        self._store, self._audit = store, audit
+    def __init__(self, store: Path | None, audit: Path | None, reader: Reader | None) -> None:
+        self._store, self._audit, self._reader = store, audit, reader
         # Large answers, slow expectations and files never hold up the small answers.
-        self._small, self._large, self._slow, self._files = (
-            _Worker(name) for name in ("small", "large", "expected", "files")
+        self._small, self._large, self._slow, self._files, self._words = (
+            _Worker(name) for name in ("small", "large", "expected", "files", "words")
         )
 
     async def options(self, request: Request) -> Response:
@@ -103,6 +115,21 @@ class _Site:
     async def audit(self, request: Request) -> Response:
         _read_query(request, ())
         return await self._compute(request, self._files, lambda: _show_audit(self._audit))
+
+    async def sentences(self, request: Request) -> Response:
+        _read_query(request, ())
+        model = None if self._reader is None else self._reader.name
+        return _json({**read_sentences(), "model": model, "how": HOW_TO_GET_A_MODEL})
+
+    async def words(self, request: Request) -> Response:
+        text = read_text(_read_query(request, ("text",)))
+        return await self._compute(request, self._words, lambda: require_reader(self._reader).read(text))
+
+    async def head(self, request: Request) -> Response:
+        query = _read_query(request, ("text", "layer", "head"))
+        text, layer, head = read_text(query), *(read_place(query, name) for name in ("layer", "head"))
+        work = partial(_read_head, self._reader, text, layer, head)
+        return await self._compute(request, self._words, work)
 
     async def runs(self, request: Request) -> Response:
         query = _read_query(request, ("version",))
@@ -135,6 +162,10 @@ class _Worker:
     def __init__(self, name: str) -> None:
         self.thread = ThreadPoolExecutor(1, f"sqrtdk-{name}")
         self.free = asyncio.Lock()
+
+
+def _read_head(reader: Reader | None, text: str, layer: int, head: int) -> dict[str, Any]:
+    return {"nats": require_reader(reader).read_head(text, layer, head)}
 
 
 def _explore(asked: Experiment) -> dict[str, Any]:
@@ -217,13 +248,18 @@ async def _apologise(request: Request, error: Exception) -> Response:
 
 def _list_static() -> list[str]:
     own = [file.name for file in (resources.files("sqrtdk.web") / "static").iterdir()]
-    return [name for name in [*own, "numbers.js", "plotly.min.js"] if not name.endswith(".html")]
+    return [name for name in [*own, *_SHARED, "plotly.min.js"] if not name.endswith(".html")]
 
 
 def _serve_file(name: str) -> Callable[[Request], Awaitable[Response]]:
     """Return an endpoint for one file, read now: a request never names a path."""
-    folder = resources.files("sqrtdk.wording") if name == "numbers.js" else resources.files("sqrtdk.web") / "static"
-    return _serve(read_plotly() if name == "plotly.min.js" else (folder / name).read_bytes(), _TYPES[Path(name).suffix])
+    if name == "plotly.min.js":
+        content = read_plotly()
+    elif name in _SHARED:
+        content = read_shared(name).encode()
+    else:
+        content = (resources.files("sqrtdk.web") / "static" / name).read_bytes()
+    return _serve(content, _TYPES[Path(name).suffix])
 
 
 def _serve(content: bytes, kind: str) -> Callable[[Request], Awaitable[Response]]:

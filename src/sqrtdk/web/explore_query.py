@@ -13,7 +13,7 @@ from sqrtdk.errors import InvalidValueError, unknown_name
 
 QUERIES = 64
 """Queries per sample; the numbers shown are means over them."""
-MOST_SCORES = 64
+MOST_SCORES, MOST_CLAIMS = 64, 4
 
 SOURCES = ("random", "scores")
 DTYPES = ("float64", "float32", "float16", "bfloat16")
@@ -93,6 +93,7 @@ class Experiment:
         dtype: what q, k and v are rounded to.
         seed: of the random numbers.
         scores: q·k themselves, for the source "scores".
+        claimed: lists of weights that a slide or an article claims for these scores, as written there.
 
     >>> Experiment.read({"d_k": "512", "policy": "fixed"}).parameter_used
     10.0
@@ -111,6 +112,7 @@ class Experiment:
     dtype: str = "float64"
     seed: int = 0
     scores: tuple[float, ...] = ()
+    claimed: tuple[tuple[str, ...], ...] = ()
 
     @classmethod
     def read(cls, query: Mapping[str, str]) -> Experiment:
@@ -138,6 +140,7 @@ class Experiment:
         if values.get("source") == "scores":
             values["scores"] = scores = _read_scores(query.get("scores", ""))
             values["n"] = len(scores)
+            values["claimed"] = _read_claims(query.get("claimed", ""), len(scores))
         return cls(**values)
 
     @property
@@ -205,3 +208,22 @@ def _read_scores(text: str) -> tuple[float, ...]:
         came = str(len(parts)) if parts else f"{len(text)} characters"
         raise InvalidValueError("scores", f"must be 2 to {MOST_SCORES} numbers separated by commas, got {came}")
     return tuple(Bounds(-1000.0, 1000.0, 0.0).read("scores", part.strip(), each=True) for part in parts)
+
+
+def _read_claims(text: str, keys: int) -> tuple[tuple[str, ...], ...]:
+    """Read lists of weights as written, separated by semicolons; a list may leave out the last keys."""
+    if not text.strip():
+        return ()
+    lists = text.split(";") if len(text) <= 40 * MOST_SCORES else []
+    if not 1 <= len(lists) <= MOST_CLAIMS:
+        expected = f"must be 1 to {MOST_CLAIMS} lists separated by semicolons"
+        raise InvalidValueError("claimed", f"{expected}, got {text[:40]!r}")
+    claims = []
+    for one in lists:
+        parts = [part.strip() for part in one.split(",")]
+        if len(parts) > keys:
+            raise InvalidValueError("claimed", f"must have at most {keys} weights, one per score, got {len(parts)}")
+        for part in parts:
+            Bounds(0.0, 1.0, 0.0).read("claimed", part, each=True)
+        claims.append(tuple(parts))
+    return tuple(claims)

@@ -17,10 +17,14 @@ from sqrtdk.report.palette import policy_colour
 from sqrtdk.statistics import AttentionStatistics
 from sqrtdk.web.explore_query import TRIO, Experiment, factor_of
 from sqrtdk.web.vectors import Vectors, write_python
+from sqrtdk.web.verdict import judge_all
 from sqrtdk.wording.names import name_policy
-from sqrtdk.wording.numbers import write_number
+from sqrtdk.wording.numbers import write_number, write_percent
 
 Array = npt.NDArray[Any]
+
+# What scores alone do not determine: the page makes up keys, values and a gradient at the output.
+_INVENTED = ("grad_q", "grad_q_median", "grad_q_p5")
 
 _BINS = 48
 _DENSITY_POINTS = 161
@@ -99,6 +103,9 @@ def measure(asked: Experiment, given: Vectors) -> dict[str, Any]:
             "concentrated_from": theory.concentration_crossing(n),
         },
         "reading": _read(asked, columns, d_k, n),
+        "hints": _hint(columns),
+        "invented": [*_INVENTED] if asked.source == "scores" else [],
+        "verdicts": judge_all(asked.claimed, columns) if asked.claimed else [],
         "python": write_python(asked, asked.scale("chosen", d_k, n)),
     }
 
@@ -129,7 +136,7 @@ def _measure_column(asked: Experiment, given: Vectors, name: str, product: Array
         values["own_weight"] = _over_finite(np.mean, weights[np.arange(len(weights)), given.own])
     return {
         "label": name_policy(name) if name != "chosen" else asked.label,
-        "colour": policy_colour(asked.policy if name == "chosen" else name),
+        "colour": _choose_colour(asked, name),
         "engine": result.engine,
         "values": values,
         "predicted": {} if predicted is None else {"logit_std": predicted.std},
@@ -137,6 +144,31 @@ def _measure_column(asked: Experiment, given: Vectors, name: str, product: Array
         "weights": _weights(asked, weights, rows),
         "gradients": gradients,
         "not_finite": int(len(gradients) - np.isfinite(rows.entropy).sum()),
+    }
+
+
+def _choose_colour(asked: Experiment, name: str) -> str:
+    """Return a colour that no other column has: another temperature of the trio has its own."""
+    if name != "chosen":
+        return policy_colour(name)
+    return policy_colour(f"temperature:{asked.t!r}" if asked.policy in TRIO else asked.policy)
+
+
+def _hint(columns: Mapping[str, Any]) -> dict[str, str]:
+    """Return what a quantity does in this answer, for quantities whose meaning alone would not tell."""
+    gradients = {name: np.asarray(columns[name]["gradients"]) for name in ("none", "sqrt")}
+    if any(len(values) < 2 or not np.isfinite(values).all() or not values.any() for values in gradients.values()):
+        return {}
+    ratio = float(gradients["none"].mean() / gradients["sqrt"].mean())
+    shares = {}
+    for name, values in gradients.items():
+        squares = np.sort(values**2)[::-1]
+        shares[name] = float(squares[: math.ceil(len(squares) / 20)].sum() / squares.sum())
+    than = "larger" if ratio > 1.0 else "smaller"
+    return {
+        "grad_q": f"With no scaling it is {than} than with 1/√dₖ ({write_number(ratio, 3)} times). A twentieth of the "
+        f"queries holds {write_percent(shares['none'])} of the squared gradient with no scaling, "
+        f"{write_percent(shares['sqrt'])} with 1/√dₖ."
     }
 
 
@@ -252,6 +284,10 @@ def _read(asked: Experiment, columns: Mapping[str, Any], d_k: int, n: int) -> li
             for name, column in columns.items()
         ]
         sentences.append(f"The weights: {'; '.join(told)}.")
+        sentences.append(
+            "Scores determine the weights, but not the gradients. Numbers marked * come from invented vectors: "
+            f"q = (1, 0, …), keys (score, 0, …) and random values of length {d_k}."
+        )
     else:
         sentences.append(f"For standard normal q and k: {state_crossing(n, d_k)}")
     mean, median = (_ratio(values, quantity) for quantity in ("grad_q", "grad_q_median"))

@@ -8,6 +8,9 @@ from importlib import resources
 from string import Template
 from typing import NamedTuple
 
+from sqrtdk.report.cause import render_cause
+from sqrtdk.report.words import render_view
+
 __all__ = ["PAGES", "Page", "read_plotly", "render_page"]
 
 
@@ -32,6 +35,7 @@ class Page(NamedTuple):
 
 PAGES = (
     Page("/", "explore", "Explore", "Explore the scale of attention", "results", "the results"),
+    Page("/words", "words_page", "Words", "Words", "view", "the words"),
     Page("/audit", "audit", "Audit", "Audit", "map", "the map of heads"),
     Page("/runs", "runs", "Runs", "Runs", "runs", "the runs"),
 )
@@ -42,12 +46,12 @@ _CURRENT = ' aria-current="page"'
 def render_page(page: Page) -> bytes:
     """Render the whole page.
 
-    >>> "<title>Audit · sqrtdk</title>" in render_page(PAGES[1]).decode()
+    >>> "<title>Audit · sqrtdk</title>" in render_page(PAGES[2]).decode()
     True
     """
     links = "".join(f'<a href="{other.path}"{_CURRENT if other == page else ""}>{other.link}</a>' for other in PAGES)
     frame = Template(_read("frame.html"))
-    main = _read(f"{page.name}.html").rstrip()
+    main = _read(f"{page.name}.html").rstrip().replace("$cause", render_cause()).replace("$words", render_view(""))
     return frame.substitute(page._asdict(), links=links, main=main, plotly=_stand_in_for_styles()).encode()
 
 

@@ -20,6 +20,7 @@ from sqrtdk.web.app import make_app
 from sqrtdk.web.explore_query import Experiment
 from sqrtdk.web.measurement import measure
 from sqrtdk.web.vectors import sample
+from sqrtdk.web.words_query import Reader
 
 __all__ = ["serve"]
 
@@ -37,6 +38,7 @@ def serve(
     token: str | None = None,
     store: Path | None = None,
     audit: Path | None = None,
+    reader: Reader | None = None,
     announce: Callable[[str], None] = print,
 ) -> None:
     """Serve the pages until Ctrl-C.
@@ -47,13 +49,14 @@ def serve(
         token: what every request must bring.
         store: SQLite file of runs, or file of a monitor (`.jsonl`), for the Runs page, which need not exist yet.
         audit: JSON of `sqrtdk audit --json` for the Audit page; the shipped one of MiniLM if None.
+        reader: model that reads sentences for the Words page; recorded sentences alone if None.
         announce: called with the address, token included, once the server answers.
 
     Raises:
         InvalidValueError: the port is taken, the host is not this machine's, a token is missing, a file is unfit.
         MissingExtraError: the extra `web` is not installed.
     """
-    app = make_app(host, token, store, audit)
+    app = make_app(host, token, store, audit, reader)
     measure(Experiment(), sample(Experiment()))  # the first answer would take three times as long as those that follow
     with _bind(host, port) as listening:
         # h11 also where a faster protocol is installed: it is the one that is tested.

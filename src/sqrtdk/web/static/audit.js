@@ -6,6 +6,9 @@ import { writeNumber, writePercent } from "./numbers.js";
 
 const RAMP = [[242, 246, 251], [127, 178, 221], [31, 111, 178], [11, 47, 82]];
 
+// Dark cells are sharp heads, whatever the number.
+const SHARP_WHEN_LOW = ["entropy_ratio", "effective_keys"];
+
 let audit = null;
 let heads = new Map(); // "layer/head" → head
 let chosen = null;
@@ -25,7 +28,8 @@ function renderMap() {
   $("statistic-hint").textContent = `${quantity.formula}. ${quantity.meaning}`;
   const values = audit.heads.map((head) => head[statistic]).filter((value) => value !== null);
   const low = Math.min(...values), high = Math.max(...values);
-  $("range").textContent = values.length ? `from ${writeNumber(low, 3)} to ${writeNumber(high, 3)}` : "no head has this number";
+  const [softest, sharpest] = SHARP_WHEN_LOW.includes(statistic) ? [high, low] : [low, high];
+  $("range").textContent = values.length ? `from ${writeNumber(softest, 3)} to ${writeNumber(sharpest, 3)}; dark: sharp` : "no head has this number";
   const columns = (audit.map[0]?.cells ?? []).map((_, head) => make("th", { scope: "col" }, head));
   const rows = audit.map.map(({ name, cells }, at) =>
     make("tr", {}, make("th", { scope: "row", title: name }, name), ...cells.map((cell, place) => make("td", {}, ...makeCell(cell, name, at, place, quantity, low, high)))),
@@ -49,7 +53,8 @@ function makeCell(cell, layer, at, place, quantity, low, high) {
     writeNumber(value, 2),
   );
   if (value !== null) {
-    const [r, g, b] = colourAt(high > low ? (value - low) / (high - low) : 0.5);
+    const share = high > low ? (value - low) / (high - low) : 0.5;
+    const [r, g, b] = colourAt(SHARP_WHEN_LOW.includes(quantity.key) ? 1 - share : share);
     button.style.backgroundColor = `rgb(${r},${g},${b})`;
     button.style.color = 0.3 * r + 0.59 * g + 0.11 * b > 140 ? "#10151c" : "#ffffff";
   }

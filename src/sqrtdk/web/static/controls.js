@@ -30,7 +30,7 @@ export const SLIDERS = {
   mean_q: { label: "mean of the entries of q", scale: linear(-2, 0.1, 40), step: "any", at: "more-sliders" },
   mean_k: { label: "mean of the entries of k", scale: linear(-2, 0.1, 40), step: "any", at: "more-sliders" },
 };
-const PLAIN = ["policy", "parameter", "distribution", "dtype", "seed", "scores"];
+const PLAIN = ["policy", "parameter", "distribution", "dtype", "seed", "scores", "claimed"];
 // What a source does not use.
 const UNUSED = { random: [], scores: ["n", "correlation", "mean_q", "mean_k"] };
 const DISTRIBUTIONS = {
@@ -41,7 +41,7 @@ let options = null;
 let announce = () => {};
 
 export function usual() {
-  const state = { source: "random", policy: "sqrt", parameter: "", distribution: "normal", dtype: "float64", scores: "14,10,12" };
+  const state = { source: "random", policy: "sqrt", parameter: "", distribution: "normal", dtype: "float64", scores: "14,10,12", claimed: "" };
   for (const [name, bounds] of Object.entries(options.bounds)) state[name] = String(bounds.usual);
   return state;
 }
@@ -119,6 +119,7 @@ export function read() {
   const state = { source: document.querySelector("input[name=source]:checked").value };
   for (const name of [...Object.keys(SLIDERS), ...PLAIN]) state[name] = $(name).value;
   if (state.source !== "scores") delete state.scores;
+  if (state.source !== "scores" || !state.claimed.trim()) delete state.claimed;
   if (!state.parameter) delete state.parameter;
   return state;
 }

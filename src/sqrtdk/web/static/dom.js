@@ -34,7 +34,9 @@ export async function ask(path, query = {}, options = {}) {
   return { ...content, milliseconds: timing ? Number(timing[1]) : null };
 }
 
+/** Show an error, or none. Results below an error are those of an earlier question: they are dimmed. */
 export function tell(error) {
   $("error").textContent = error ? error.message : "";
   $("error").hidden = !error;
+  $("error").parentElement.classList.toggle("outdated", Boolean(error));
 }

@@ -1,5 +1,6 @@
 // Explore page: requests the numbers of the present settings and shows them; an old answer never replaces a newer one.
 
+import "./cause.js";
 import { axis, draw, logAxis, plain, whenReady } from "./charts.js";
 import { build, complain, read, usual, write } from "./controls.js";
 import { $, ask, make, tell } from "./dom.js";
@@ -7,6 +8,7 @@ import { writeNumber } from "./numbers.js";
 
 const WAIT = 25;
 const WAIT_FOR_EXPECTATION = 350;
+const SAME_MOVE = 800;
 const SYMBOLS = { chosen: "star", none: "circle", sqrt: "diamond", inverse: "square" };
 
 let options = null;
@@ -15,17 +17,30 @@ let current = null;
 let timer = null;
 let answer = null;
 let expected = null;
+let moved = -SAME_MOVE;
 
 function changed() {
   mark(null);
-  keep();
+  keep(performance.now() - moved < SAME_MOVE);
+  moved = performance.now();
   clearTimeout(timer);
   timer = setTimeout(update, WAIT);
 }
 
-/** The address keeps the state, so that a link restores it. */
-function keep() {
-  history.replaceState(null, "", `?${new URLSearchParams(read())}`);
+/** The address keeps the state, so that a link restores it and Back goes back; one move of a slider is one step. */
+function keep(same_step) {
+  const address = `?${new URLSearchParams(read())}`;
+  if (address === location.search) return;
+  if (same_step) history.replaceState(null, "", address);
+  else history.pushState(null, "", address);
+}
+
+/** Set the controls as the address says. */
+function restore() {
+  write(Object.fromEntries(new URLSearchParams(location.search)));
+  mark(options.presets.find((preset) => same(read(), preset.query)) ?? null);
+  moved = -SAME_MOVE;
+  return update();
 }
 
 async function update() {
@@ -75,6 +90,8 @@ const names = () => Object.keys(answer.columns);
 const label = (name) => answer.columns[name].label;
 
 function render() {
+  $("verdicts").replaceChildren(...answer.verdicts.map((one) => make("li", { class: one.holds ? "right" : "wrong" }, make("b", {}, `[${one.claimed}] `), one.text)));
+  $("strip").replaceChildren("effective keys: ", ...names().flatMap((name) => [own(make("span", { class: "dot" }), name), `${label(name)} ${writeNumber(answer.columns[name].values.effective_keys, 3)}  `]));
   $("reading").replaceChildren(...answer.reading.map((sentence) => make("p", {}, sentence)), ...notes());
   renderCards();
   renderConcentration();
@@ -86,6 +103,12 @@ function render() {
     `Computed by ${answer.columns[names()[0]].engine} in ${answer.milliseconds} ms on the server; ${answer.queries === 1 ? "1 query" : `${answer.queries} queries`}, ` +
     `n = ${answer.n}, dₖ = ${answer.d_k}.`;
   $("timing").dataset.milliseconds = answer.milliseconds;
+}
+
+/** Give an element the colour of a scale. */
+function own(element, name) {
+  element.style.setProperty("--own", answer.columns[name].colour);
+  return element;
 }
 
 function notes() {
@@ -109,11 +132,17 @@ function renderCards() {
       make("div", { class: "plot", id: `histogram-${name}` }),
       make("p", { class: "caption" }, `logits: σ = ${writeNumber(logit_std, 3)}` + (predicted === undefined ? "" : `, predicted ${writeNumber(predicted, 3)}`)),
     );
-    card.style.setProperty("--own", column.colour);
-    return card;
+    return own(card, name);
   });
   $("cards").replaceChildren(...cards);
   for (const name of names()) renderHistogram(name);
+}
+
+/** The range of all logits, so that the three histograms share one axis. */
+function logitRange() {
+  const ends = names().flatMap((name) => [answer.columns[name].histogram.edges[0], answer.columns[name].histogram.edges.at(-1)]);
+  const finite = ends.filter((end) => end !== undefined);
+  return finite.length ? [Math.min(...finite), Math.max(...finite)] : [-1, 1];
 }
 
 function renderHistogram(name) {
@@ -130,7 +159,7 @@ function renderHistogram(name) {
       { type: "bar", x: middles, y: density, width: edges[1] - edges[0], marker: { color: colour, opacity: 0.55, line: { width: 0 } }, hovertemplate: "logit %{x:.3g}<extra></extra>" },
       { type: "scatter", mode: "lines", x: at, y: predicted, line: { color: page.ink, width: 1.6 }, hoverinfo: "skip" },
     ],
-    () => ({ margin: { l: 6, r: 6, t: 4, b: 24 }, bargap: 0, xaxis: { nticks: 5 }, yaxis: { visible: false, rangemode: "tozero" } }),
+    () => ({ margin: { l: 6, r: 6, t: 4, b: 24 }, bargap: 0, xaxis: { nticks: 5, range: logitRange() }, yaxis: { visible: false, rangemode: "tozero" } }),
   );
 }
 
@@ -208,6 +237,9 @@ function renderGradients() {
   const sizes = names().flatMap((name) => answer.columns[name].gradients).filter((value) => value !== null).map((value) => Math.log10(Math.max(value, floor)));
   const [low, high] = sizes.length ? [Math.min(...sizes) - 0.3, Math.max(...sizes) + 0.3] : [-1, 1];
   const medians = names().map((name) => answer.columns[name].values.grad_q_median);
+  $("gradients-caption").textContent =
+    "‖∂loss/∂q‖ of every query, for a gradient of standard normal entries at the output; the bar is the median." +
+    (answer.invented.length ? " * The keys and values are invented: scores alone do not determine gradients." : "");
   $("gradients-title").textContent = `Median gradient of a query: ${names().map((name, i) => `${label(name)} ${writeNumber(medians[i], 2)}`).join(", ")}`;
   draw(
     "gradients",
@@ -232,9 +264,7 @@ function renderGradients() {
 
 function renderTable() {
   const head = make("tr", { role: "row" }, make("th", { scope: "col", role: "columnheader" }, "Quantity"), ...names().map((name) => {
-    const cell = make("th", { scope: "col", role: "columnheader" }, make("span", { class: "dot" }), label(name));
-    cell.style.setProperty("--own", answer.columns[name].colour);
-    return cell;
+    return own(make("th", { scope: "col", role: "columnheader" }, make("span", { class: "dot" }), label(name)), name);
   }));
   const rows = options.quantities
     .filter((quantity) => names().some((name) => quantity.key in answer.columns[name].values))
@@ -242,7 +272,7 @@ function renderTable() {
       make(
         "tr",
         { role: "row" },
-        make("th", { scope: "row", role: "rowheader" }, quantity.name, make("small", {}, make("code", {}, quantity.formula)), make("small", {}, quantity.meaning)),
+        make("th", { scope: "row", role: "rowheader" }, answer.invented.includes(quantity.key) ? `${quantity.name} *` : quantity.name, make("small", {}, make("code", {}, quantity.formula)), make("small", {}, [quantity.meaning, answer.hints[quantity.key]].filter(Boolean).join(" "))),
         ...names().map((name) => makeCell(name, quantity)),
       ),
     );
@@ -260,8 +290,7 @@ function makeCell(name, quantity) {
     writeNumber(value),
   );
   if (predicted !== undefined && predicted !== null) cell.append(make("small", {}, `predicted ${writeNumber(predicted)}`));
-  cell.style.setProperty("--own", answer.columns[name].colour);
-  return cell;
+  return own(cell, name);
 }
 
 function mark(preset) {
@@ -283,6 +312,7 @@ async function start() {
     const button = make("button", { type: "button", "data-title": preset.title, "aria-pressed": "false" }, preset.title);
     button.addEventListener("click", () => {
       write(preset.query);
+      moved = -SAME_MOVE;
       changed();
       mark(preset);
     });
@@ -294,7 +324,7 @@ async function start() {
     changed();
   });
   $("copy").addEventListener("click", async () => {
-    keep();
+    keep(true);
     try {
       await navigator.clipboard.writeText(location.href);
       $("copy").textContent = "Copied";
@@ -303,9 +333,8 @@ async function start() {
     }
     setTimeout(() => ($("copy").textContent = "Copy link"), 2000);
   });
-  write(Object.fromEntries(new URLSearchParams(location.search)));
-  mark(options.presets.find((preset) => same(read(), preset.query)) ?? null);
-  await update();
+  addEventListener("popstate", restore);
+  await restore();
 }
 
 start().catch(tell);
