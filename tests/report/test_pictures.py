@@ -9,7 +9,7 @@ from example_records import every_kind
 from sqrtdk.audits.shipped import read_shipped
 from sqrtdk.report import head_figures, model_figures
 from sqrtdk.report.exercise_figures import show_saturation, show_temperature, show_variance
-from sqrtdk.report.panels import Axis, Heatmap, Line, Panel, Points, list_colours, shade
+from sqrtdk.report.panels import Area, Axis, Heatmap, Line, Panel, Points, list_colours, shade
 from sqrtdk.report.svg_renderer import draw_panel
 
 
@@ -64,3 +64,13 @@ def test_captions_of_parts_name_the_panels_that_are_there():
     definitions = show_saturation(every_kind()["saturation"]).part("sensitivity", "definitions", columns=2)
     assert "Right: the diamond" in definitions.caption
     assert any(isinstance(one, Points) and one.symbol == "diamond" for one in definitions.panels[1].series)
+
+
+def test_a_band_lies_between_its_ends_without_unknown_numbers():
+    band = Area((0.0, 1.0, 2.0), (0.0, math.nan, 0.0), (1.0, 2.0, 4.0), "#123456")
+    svg = draw_panel(Panel("", Axis("x", low=0.0, high=2.0), Axis("y"), (band,)), 300, 200)
+    (corners,) = re.findall(r'<polygon points="([^"]*)"', svg)
+    across, down = zip(*(map(float, corner.split(",")) for corner in corners.split()), strict=True)
+    assert len(across) == 5  # the unknown end is left out
+    assert across == (*across[:2], across[1], across[3], across[0])
+    assert down[0] == down[1] > down[4] > down[3] > down[2]
