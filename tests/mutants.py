@@ -92,10 +92,10 @@ MUTANTS = [
         ("tests/test_summary.py",),
     ),
     Mutant(
-        "a sweep trains what another has finished",
+        "a sweep trains what the store has",
         "src/sqrtdk/lab/sweep.py",
-        "            if self.reuse(spec):\n",
-        "            if spec.key in self.records:\n",
+        "deque(spec for spec in self.specs.values() if not self.reuse(spec))",
+        "deque(self.specs.values())",
         ("tests/lab/test_sweep.py",),
     ),
     Mutant(

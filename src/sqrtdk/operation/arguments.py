@@ -184,20 +184,20 @@ def validate_band(
     queries: int,
     keys: int,
     scale_asks: bool,
-    has_positions: bool,
+    uses_positions: bool,
 ) -> Band:
     """Return the visible range of a call that is causal, has a window, an offset or a field that uses positions.
 
     With `scale_asks` the scale may ask for positions, which an offset then moves without hiding a key.
     """
     causal = checks.flag("causal", causal)
-    if causal_offset is not None and not (causal or window is not None or scale_asks or has_positions):
+    if causal_offset is not None and not (causal or window is not None or scale_asks or uses_positions):
         raise InvalidValueError(
             "causal_offset",
             f"must come with causal=True, a window, {', '.join(POSITIONAL)} or a policy that asks for positions, "
             f"got causal_offset={causal_offset!r} alone, which would hide nothing",
         )
-    needs_offset = causal or window is not None or has_positions
+    needs_offset = causal or window is not None or uses_positions
     offset = _validate_offset(causal_offset, needs_offset, queries, keys)
     left, right = (None, None) if window is None else _validate_window(window)
     # Python's integers have no limit: they are added up first, and bounded once.
