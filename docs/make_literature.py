@@ -65,7 +65,8 @@ def write_page(record):
 
 
 def _interval(row):
-    return "–" if row["low"] == row["high"] else f"{_write(row['low'])} to {_write(row['high'])}"
+    low, high = row["low"], row["high"]
+    return "–" if low is not None and low == high else f"{'−∞' if low is None else _write(low)} to {_write(high)}"
 
 
 def _write(value):

@@ -117,7 +117,7 @@ def reproduce(
         list[str] | None, typer.Argument(help="Names from --list. Default: those that train nothing (seconds).")
     ] = None,
     all_of_them: Annotated[
-        bool, typer.Option("--all", help="Also train models: needs torch, about a quarter of an hour on two cores.")
+        bool, typer.Option("--all", help="Also train models, which needs torch and takes minutes.")
     ] = False,
     seed: Seed = 0,
     store: Store = None,

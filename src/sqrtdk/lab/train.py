@@ -47,7 +47,7 @@ def train(spec: RunSpec, report: Report | None = None, checkpoint: bytes | None 
         The record; its status is ``"diverged"`` as soon as a loss is not finite or passes `stop_above`, and
         `diverged_at` says after how many updates.
     """
-    with _one_thread(), torch.random.fork_rng(devices=[]):
+    with one_thread(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
         run = _Run(spec, report)
         if checkpoint is not None:
@@ -62,8 +62,8 @@ def train(spec: RunSpec, report: Report | None = None, checkpoint: bytes | None 
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    # Sums over threads would make the numbers depend on the machine's cores.
+def one_thread() -> Iterator[None]:
+    """Compute on one thread: sums over threads would make the numbers depend on the machine's cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

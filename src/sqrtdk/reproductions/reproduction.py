@@ -282,5 +282,6 @@ def name_outcome(rows: Iterable[Mapping[str, Any]]) -> str:
 
 def _write_measured(row: Mapping[str, Any]) -> str:
     """Return the measured value, with its interval where it has a length; None is an infinite value."""
-    value, low, high = ("∞" if row[name] is None else write_number(row[name]) for name in ("measured", "low", "high"))
-    return value if row["low"] == row["high"] else f"{value} [{low}, {high}]"
+    infinite = {"measured": "∞", "low": "−∞", "high": "∞"}
+    value, low, high = (words if row[name] is None else write_number(row[name]) for name, words in infinite.items())
+    return value if row["low"] is not None and row["low"] == row["high"] else f"{value} [{low}, {high}]"

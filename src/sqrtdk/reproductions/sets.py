@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sqrtdk.reproductions.training import one_thread
+from sqrtdk.lab.train import one_thread
 from sqrtdk.scales import LogN
 from sqrtdk.statistics import AttentionStatistics
 from sqrtdk.torch import attention

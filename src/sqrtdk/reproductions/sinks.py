@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from sqrtdk.reproductions.training import one_thread
+from sqrtdk.lab.train import one_thread
 from sqrtdk.torch import attention
 
 Kind = Literal["softmax", "ReLU", "softmax with gate"]

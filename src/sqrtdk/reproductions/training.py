@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from sqrtdk.lab.spec import RunSpec
+from sqrtdk.lab.train import one_thread
 from sqrtdk.lab.transformer import Transformer
 from sqrtdk.torch.training.qk_clip import qk_clip_
 from sqrtdk.torch.watch import watch
@@ -21,17 +20,6 @@ class Trained(NamedTuple):
 
     model: Transformer
     largest: list[float]
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Compute on one thread, so that sums do not depend on the machine's cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @one_thread()
