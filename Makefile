@@ -105,6 +105,17 @@ $(VENV)/others.stamp: $(VENV)/models.stamp tests/others.txt
 	$(PIP) --no-deps --target $(VENV)/others -r tests/others.txt
 	touch $@
 
+# Experiment loggers, likewise.
+$(VENV)/loggers.stamp: $(VENV)/models.stamp tests/loggers.txt
+	rm -rf $(VENV)/loggers
+	$(PIP) --no-deps --target $(VENV)/loggers -r tests/loggers.txt
+	touch $@
+
+# A cluster of two nodes on this machine, for the long tests.
+$(VENV)/ray.stamp: $(VENV)/dev.stamp
+	$(PIP) --no-build-isolation -e ".[ray]"
+	touch $@
+
 setup: $(VENV)/dev.stamp $(VENV)/kernel.stamp
 
 # Tried again where it could not be compiled before.
@@ -151,7 +162,7 @@ lint: $(VENV)/dev.stamp
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test-long: compiler $(VENV)/others.stamp compiled
+test-long: compiler $(VENV)/others.stamp $(VENV)/loggers.stamp $(VENV)/ray.stamp compiled
 	$(call system_package,chromium,chromium,tests that open a browser are skipped)
 	$(PYTEST) -m long
 
@@ -166,7 +177,7 @@ $(VENV)/oldest.stamp: $(VENV)/dev.stamp
 test-oldest: compiler $(VENV)/oldest.stamp compiled
 	PYTHONPATH=$(abspath $(VENV)/oldest) $(BIN)/python -c "import transformers; assert transformers.__version__ == '$(OLDEST)'"
 	PYTHONPATH=$(abspath $(VENV)/oldest) $(PYTEST) -n 2 -m long -k "not (fused and t5)" $(addprefix tests/torch/,\
-	  test_huggingface.py watch/test_models.py models/test_audit.py models/test_stored.py training/test_monitor.py \
+	  test_huggingface.py watch/test_models.py models/test_audit.py models/test_stored.py training/test_trainer.py \
 	  training/test_qk_clip.py models/test_head_effects.py)
 
 test-all: test test-long test-oldest sanitize

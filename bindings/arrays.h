@@ -98,7 +98,9 @@ class View {
 };
 
 // Strides of the strided arrays along one leading axis, or along several that lie evenly in all of them.
-constexpr int strided_arrays = 7;  // q, k, v, scale, mask, grad_output, alibi
+#define SQRTDK_AT(name) at_##name,
+enum Strided : int { at_q, at_k, at_v, at_mask, at_grad_output, SQRTDK_ROW_NUMBERS(SQRTDK_AT) strided_arrays };
+#undef SQRTDK_AT
 struct BatchAxis {
     int64_t size;
     int64_t strides[strided_arrays];
@@ -106,16 +108,16 @@ struct BatchAxis {
 
 // The leading axes with those of size 1 dropped and neighbours joined where every array allows it; outermost first.
 inline int join_batch_axes(const View* const (&arrays)[strided_arrays], int count, BatchAxis* joined) {
-    const int inner_axes[strided_arrays] = {3, 3, 3, 2, 3, 3, 2};
+    const auto inner_axes = [](int i) { return i <= at_grad_output ? 3 : 2; };
     int kept = 0;
     for (int axis = count; axis >= 1; --axis) {
-        BatchAxis next = {arrays[0]->size(inner_axes[0] + axis), {}};
+        BatchAxis next = {arrays[at_q]->size(inner_axes(at_q) + axis), {}};
         if (next.size == 1) {
             continue;
         }
         bool joins = kept > 0;
         for (int i = 0; i < strided_arrays; ++i) {
-            next.strides[i] = arrays[i] ? arrays[i]->stride(inner_axes[i] + axis) : 0;
+            next.strides[i] = arrays[i] ? arrays[i]->stride(inner_axes(i) + axis) : 0;
             joins = joins && joined[kept - 1].strides[i] == next.strides[i] * next.size;
         }
         if (joins) {
@@ -168,11 +170,12 @@ class Inputs {
         : q_(given.query),
           k_(given.key),
           v_(given.value),
-          scale_(given.scale),
           mask_(given.mask),
           sinks_(given.sinks),
-          alibi_(given.alibi),
-          factor_(given.factor) {
+#define SQRTDK_FIELD(name) name##_(given.name),
+          SQRTDK_ROW_NUMBERS(SQRTDK_FIELD)
+#undef SQRTDK_FIELD
+              factor_(given.factor) {
         problem.dtype = sqrtdk::Dtype(given.dtype);
         heads_ = q_.size(3);
         problem.groups = k_.size(3);
@@ -185,7 +188,12 @@ class Inputs {
         problem.k = {k_.data(), 0, k_.stride(3), k_.stride(2), k_.stride(1)};
         problem.v = {v_.data(), 0, v_.stride(3), v_.stride(2), v_.stride(1)};
         problem.q = query(q_);
-        problem.scale = scale_.data() ? per_row(scale_) : sqrtdk::Scale{&factor_, 0, 0, 0, 0};
+#define SQRTDK_FIELD(name) problem.name = per_row(name##_);
+        SQRTDK_ROW_NUMBERS(SQRTDK_FIELD)
+#undef SQRTDK_FIELD
+        if (!scale_.data()) {
+            problem.scale.data = &factor_;
+        }
         problem.mask = {sqrtdk::MaskKind(given.mask_kind),
                         mask_.data(),
                         0,
@@ -195,7 +203,6 @@ class Inputs {
                         mask_.stride(1)};
         problem.first = given.first;
         problem.last = given.last;
-        problem.alibi = per_row(alibi_);
         problem.offset = given.offset;
         problem.softcap = given.softcap;
         problem.sinks = static_cast<const double*>(sinks_.data());
@@ -204,19 +211,23 @@ class Inputs {
         problem.threads = given.threads;
         problem.team = reinterpret_cast<sqrtdk::Team>(given.team);
 
-        const View* const arrays[strided_arrays] = {&q_, &k_, &v_, &scale_, &mask_, grad_output, &alibi_};
+#define SQRTDK_FIELD(name) &name##_,
+        const View* const arrays[strided_arrays] = {&q_,    &k_,         &v_,
+                                                    &mask_, grad_output, SQRTDK_ROW_NUMBERS(SQRTDK_FIELD)};
+#undef SQRTDK_FIELD
         const int leading = q_.axes() > 3 ? q_.axes() - 3 : 0;
         outer_ = join_batch_axes(arrays, leading, axes_);
         // The innermost joined axis goes through the kernel in one call; what lies unevenly outside of it is a loop.
         const BatchAxis inner = outer_ ? axes_[--outer_] : BatchAxis{1, {}};
         problem.batch = inner.size;
-        problem.q.n = inner.strides[0];
-        problem.k.n = inner.strides[1];
-        problem.v.n = inner.strides[2];
-        problem.scale.n = inner.strides[3];
-        problem.mask.n = inner.strides[4];
-        grad_output_n = inner.strides[5];
-        problem.alibi.n = inner.strides[6];
+        problem.q.n = inner.strides[at_q];
+        problem.k.n = inner.strides[at_k];
+        problem.v.n = inner.strides[at_v];
+        problem.mask.n = inner.strides[at_mask];
+        grad_output_n = inner.strides[at_grad_output];
+#define SQRTDK_FIELD(name) problem.name.n = inner.strides[at_##name];
+        SQRTDK_ROW_NUMBERS(SQRTDK_FIELD)
+#undef SQRTDK_FIELD
         for (int axis = 0; axis < outer_; ++axis) {
             rounds *= axes_[axis].size;
         }
@@ -225,8 +236,11 @@ class Inputs {
     }
 
     bool are_aligned() const {
-        return q_.is_aligned() && k_.is_aligned() && v_.is_aligned() && scale_.is_aligned() && mask_.is_aligned() &&
-               alibi_.is_aligned();
+        bool aligned = q_.is_aligned() && k_.is_aligned() && v_.is_aligned() && mask_.is_aligned();
+#define SQRTDK_FIELD(name) aligned = aligned && name##_.is_aligned();
+        SQRTDK_ROW_NUMBERS(SQRTDK_FIELD)
+#undef SQRTDK_FIELD
+        return aligned;
     }
 
     sqrtdk::Query query(const View& array) const {
@@ -252,13 +266,14 @@ class Inputs {
             }
             round /= axes_[axis].size;
         }
-        part.q.data = moved_bytes(problem.q.data, at[0] * item);
-        part.k.data = moved_bytes(problem.k.data, at[1] * item);
-        part.v.data = moved_bytes(problem.v.data, at[2] * item);
-        part.scale.data = moved(problem.scale.data, at[3]);
-        part.mask.data = moved_bytes(problem.mask.data, at[4] * bytes_of(problem.mask.kind));
-        part.alibi.data = moved(problem.alibi.data, at[6]);
-        return at[5];
+        part.q.data = moved_bytes(problem.q.data, at[at_q] * item);
+        part.k.data = moved_bytes(problem.k.data, at[at_k] * item);
+        part.v.data = moved_bytes(problem.v.data, at[at_v] * item);
+        part.mask.data = moved_bytes(problem.mask.data, at[at_mask] * bytes_of(problem.mask.kind));
+#define SQRTDK_FIELD(name) part.name.data = moved(problem.name.data, at[at_##name]);
+        SQRTDK_ROW_NUMBERS(SQRTDK_FIELD)
+#undef SQRTDK_FIELD
+        return at[at_grad_output];
     }
 
     sqrtdk::Problem problem;
@@ -268,7 +283,10 @@ class Inputs {
     int64_t grad_output_n;
 
   private:
-    const View q_, k_, v_, scale_, mask_, sinks_, alibi_;
+    const View q_, k_, v_, mask_, sinks_;
+#define SQRTDK_FIELD(name) const View name##_;
+    SQRTDK_ROW_NUMBERS(SQRTDK_FIELD)
+#undef SQRTDK_FIELD
     double factor_;
     int64_t heads_;
     BatchAxis axes_[max_axes];

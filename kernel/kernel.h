@@ -63,6 +63,9 @@ struct Mask {  // [N, G, R, L, S]; boolean is one byte, 0 hides; float is added 
     X(integer, seed)          \
     X(number, factor) X(number, softcap) X(number, dropout) X(integer, first) X(integer, last) X(integer, offset)
 
+// The arrays among them that are float64 and have one number per row, [N, G, R, L] when they are broadcast in full.
+#define SQRTDK_ROW_NUMBERS(X) X(scale) X(alibi)
+
 // Row statistics, contiguous [N, G, R, L]; all null when none are wanted.
 struct Statistics {
 #define SQRTDK_FIELD(name) int64_t* name;

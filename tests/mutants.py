@@ -174,9 +174,9 @@ MUTANTS = [
     ),
     Mutant(
         "the monitor observes the step after the one that is due",
-        "src/sqrtdk/torch/training/monitor.py",
-        "is_second or self._next % self._every == 0",
-        "is_second or self._next % self._every == 1 % self._every",
+        "src/sqrtdk/torch/training/schedule.py",
+        "or step % self.every == 0",
+        "or step % self.every == 1 % self.every",
         ("tests/torch/training/test_monitor.py",),
     ),
     Mutant(
@@ -263,6 +263,34 @@ MUTANTS = [
         "default_rng({asked.seed + 1})",
         ("tests/web/test_app.py",),
     ),
+    Mutant(
+        "gradients of sinks summed over the heads",
+        "src/sqrtdk/operation/attention.py",
+        "if axis != per_row.ndim - 2)",
+        "if axis != per_row.ndim - 1)",
+        ("tests/operation/test_gradients.py",),
+    ),
+    Mutant(
+        "slopes count from the first key whatever the offset",
+        "src/sqrtdk/torch/engines/tiles.py",
+        "distances = call.band.distances(rows, keys).to(dtype)",
+        "distances = (keys - rows[:, None]).to(dtype)",
+        ("tests/torch/test_alibi.py",),
+    ),
+    Mutant(
+        "an offset is not asked for with slopes",
+        "src/sqrtdk/operation/arguments.py",
+        "per_head is not None and has_positions(per_head)",
+        "False",
+        ("tests/operation/test_alibi.py",),
+    ),
+    Mutant(
+        "numbers per row of one batch entry for all in the kernel",
+        "bindings/arrays.h",
+        "problem.name.n = inner.strides[at_##name];",
+        "problem.name.n = 0;",
+        ("tests/operation/test_alibi.py", "tests/operation/test_attention.py"),
+    ),
 ]
 
 # The installed package is found by a hook of its own, before any path: the copy must come first.
@@ -310,7 +338,7 @@ def try_mutant(copy: Path, mutant: Mutant) -> bool:
     """Whether the tests find the fault; the copy is as before after it."""
     path = copy / mutant.file
     before = path.read_text()
-    is_compiled = mutant.file.startswith("kernel/")
+    is_compiled = mutant.file.startswith(("kernel/", "bindings/"))
     plant(copy, mutant)
     try:
         if is_compiled:

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "backward/logit_gradients.h"
 #include "backward/sums.h"
 #include "rows/float64_row.h"
 #include "simd/numbers.h"
@@ -25,7 +26,7 @@ bool differentiate_in_float64(const Backward& call, const RowPlace& place, int64
 
     double top = -INFINITY;
     for (int64_t i = 0; i < count && !poisoned; ++i) top = row.logits[i] > top ? row.logits[i] : top;
-    double sum = 0, delta = 0, grad_scale = 0, grad_alibi = 0, sink_weight = 0;
+    double sum = 0, delta = 0, grad_scale = 0, grad_position = 0, sink_weight = 0;
     for (int64_t i = 0; i < count && !poisoned; ++i) {
         weights[i] = std::exp(row.logits[i] - top);
         sum += weights[i];
@@ -52,7 +53,7 @@ bool differentiate_in_float64(const Backward& call, const RowPlace& place, int64
         const double kept = row.dropout.apply(weights[i], j);
         const double grad_logit = weights[i] * (grad_weights[i] - delta),
                      grad_score = grad_logit * row.cap_gradients[i];
-        grad_alibi += grad_logit * row.bias.distance(j);
+        grad_position += grad_logit * row.bias.distance(j);
         grad_scale += grad_score * row.products[i];
         row.add(row.scale * grad_score, row.key + j * call.k.s, call.k.d, call.d_k);
         if (j < begin) continue;
@@ -63,7 +64,7 @@ bool differentiate_in_float64(const Backward& call, const RowPlace& place, int64
     const Gradients& to = call.gradients;
     row.write(call.d_k, static_cast<In*>(to.query) + row.number * call.d_k);
     if (to.scale != nullptr) to.scale[row.number] = poisoned ? NAN : grad_scale;
-    if (to.alibi != nullptr) to.alibi[row.number] = poisoned ? NAN : grad_alibi;
+    write_position_gradient(call, row.number, poisoned ? NAN : grad_position);
     if (to.sinks != nullptr) to.sinks[row.number] = sink == nullptr ? 0.0 : poisoned ? NAN : -sink_weight * delta;
     return true;
 }

@@ -14,17 +14,21 @@ namespace {
 template <class T>
 struct RowFactors {
     const T *top, *inverse, *delta;
-    const T*
-        distances;  // from each row to the first key, where the sums of gradients times distances are wanted; or null
+    const T* distances;  // from each row to the first key, where position gradients are wanted; or null
 };
 
+// Gradients of what positions add to the logits: the sums of each row's logit gradients times its keys' distances.
+inline bool wants_position_gradient(const Backward& call) { return call.gradients.alibi != nullptr; }
+inline void write_position_gradient(const Backward& call, int64_t row, double sum) {
+    if (wants_position_gradient(call)) call.gradients.alibi[row] = sum;
+}
+
 // One vector of rows, the keys of one block: scores become weights, gradients of weights become those of the logits,
-// and behind a soft cap those of the scores. Returns the rows that did not stay finite. `to_alibi`: the sums of logit
-// gradients times distances.
+// and behind a soft cap those of the scores. Returns the rows that did not stay finite. `sums`: where the
+// position gradients go.
 template <class T, int W, bool partial, bool adjusted>
 __attribute__((noinline)) uint64_t differentiate(T* scores, T* gradients, int64_t keys, const uint64_t* words, int at,
-                                                 const LogitStep<T>& logits, const RowFactors<T>& factors,
-                                                 T* to_alibi) {
+                                                 const LogitStep<T>& logits, const RowFactors<T>& factors, T* sums) {
     using S = Simd<T>;
     using Vec = typename S::Vec;
     const Vec top = S::load(factors.top + at), inverse = S::load(factors.inverse + at);
@@ -52,7 +56,7 @@ __attribute__((noinline)) uint64_t differentiate(T* scores, T* gradients, int64_
         S::store(scores + j * W, p);
         S::store(gradients + j * W, grad);
     }
-    if (adjusted && distances != nullptr) S::store(to_alibi, sum);
+    if (adjusted && distances != nullptr) S::store(sums, sum);
     return ~Vectors<T>::sound(check) & Vectors<T>::every_lane;
 }
 

@@ -47,11 +47,11 @@ struct BackwardTile {
     alignas(64) T delta[W];    // <gradient of the output, output>
     alignas(64) T given[W];    // what the row's weights add up to, by the forward pass: 1, or what a sink leaves of it,
     alignas(64) T taken[W];    // and in this pass; of few rows alone
-    alignas(64) double to_alibi[W];  // sums of logit gradients times distances
-    bool fresh;                      // grad_queries holds nothing yet
-    uint64_t lone;                   // rows with all their weight on one key, as far as T can tell; none with dropout
-    uint64_t fallback;               // rows for the float64 fallback,
-    int64_t fallback_from[W];        // from this key on
+    alignas(64) double by_position[W];  // position gradients
+    bool fresh;                         // grad_queries holds nothing yet
+    uint64_t lone;             // rows with all their weight on one key, as far as T can tell; none with dropout
+    uint64_t fallback;         // rows for the float64 fallback,
+    int64_t fallback_from[W];  // from this key on
 
     // Rows are padded to whole vectors, of pairs where products take pairs.
     static int64_t stride(int64_t width) {
@@ -74,7 +74,7 @@ struct BackwardTile {
     void load(const Backward& call, int64_t head, int64_t first, int count) {
         lone = fallback = 0;
         clear(taken, W);
-        clear(to_alibi, W);
+        clear(by_position, W);
         rows.stand(call, head, first, count);
         fresh = true;
         const Working<In>* output = static_cast<const Working<In>*>(call.output) + rows.number(call) * call.d_v;
@@ -174,10 +174,10 @@ struct BackwardTile {
         for (int i = 0; i < rows.count; ++i, at.step(call, i < rows.count))
             if (!(fallback >> i & 1)) leave_unless(write_row(call, i, at), i, call.keys);
         if (call.gradients.scale != nullptr) write_scales(call);
-        for (int i = 0; call.gradients.alibi != nullptr && i < rows.count; ++i) {
+        for (int i = 0; wants_position_gradient(call) && i < rows.count; ++i) {
             if (fallback >> i & 1) continue;
-            call.gradients.alibi[rows.number(call) + i] = to_alibi[i];
-            leave_unless(std::isfinite(to_alibi[i]), i, call.keys);
+            write_position_gradient(call, rows.number(call) + i, by_position[i]);
+            leave_unless(std::isfinite(by_position[i]), i, call.keys);
         }
     }
 
@@ -334,15 +334,15 @@ struct BackwardTile {
                                   T* weights, T* gradients) {
         const int at = c * S::lanes;
         alignas(64) T distances[S::lanes], sums[S::lanes];
-        const bool has_alibi = call.gradients.alibi != nullptr, adjusted = is_adjusted(call) || has_alibi;
-        for (int i = 0; has_alibi && i < S::lanes; ++i) distances[i] = T(begin - rows.sight.position[at + i]);
+        const bool sums_up = wants_position_gradient(call), adjusted = is_adjusted(call) || sums_up;
+        for (int i = 0; sums_up && i < S::lanes; ++i) distances[i] = T(begin - rows.sight.by_position.position[at + i]);
         auto step = partial    ? adjusted ? differentiate<T, W, true, true> : differentiate<T, W, true, false>
                     : adjusted ? differentiate<T, W, false, true>
                                : differentiate<T, W, false, false>;
         const LogitStep<T> logits(call, rows.sight.bias + from * W + at);
-        const RowFactors<T> factors{top, inverse, delta, has_alibi ? distances : nullptr};
+        const RowFactors<T> factors{top, inverse, delta, sums_up ? distances : nullptr};
         const uint64_t bad = step(weights, gradients, keys, rows.sight.words + from, at, logits, factors, sums);
-        for (int i = 0; has_alibi && i < S::lanes; ++i) to_alibi[at + i] += double(sums[i]);
+        for (int i = 0; sums_up && i < S::lanes; ++i) by_position[at + i] += double(sums[i]);
         return bad << at;
     }
 

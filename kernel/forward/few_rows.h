@@ -100,6 +100,8 @@ struct FewRows {
             check = S::fma(S::keep(S::from_bits(sees[j / 64] >> (j % 64)), x), S::zero(), check);
             S::store(scores + j, step.apply(x, 0));
         }
+        // Mask and positions are added up in float64 and rounded once; a tile rounds each of them to T. Either is
+        // within half an ulp of the bias, and one step for both would change the bits of one of them.
         const RowBias bias(call, place);
         for (int64_t j = 0; has_bias(call) && j < count; ++j)
             if (sees[j / 64] >> (j % 64) & 1) scores[j] += T(bias.of(begin + j));

@@ -1,4 +1,4 @@
-// From scores to logits: the soft cap, then what masks and ALiBi add. float64_row.h does the same in float64.
+// From scores to logits: the soft cap, then what masks and positions (ALiBi) add. float64_row.h does it in float64.
 #pragma once
 
 #include <cmath>
@@ -11,8 +11,9 @@
 namespace sqrtdk::SQRTDK_LEVEL {
 namespace {
 
-// Whether something is added to the scores, and whether the logits are other numbers than the scores.
-inline bool has_bias(const Problem& call) { return call.mask.kind > MaskKind::boolean || call.alibi.data != nullptr; }
+// Whether positions, or they or a mask, add to the scores; and whether the logits are other numbers than the scores.
+inline bool has_position_bias(const Problem& call) { return call.alibi.data != nullptr; }
+inline bool has_bias(const Problem& call) { return call.mask.kind > MaskKind::boolean || has_position_bias(call); }
 inline bool is_adjusted(const Problem& call) { return call.softcap > 0 || has_bias(call); }
 
 inline double read_mask(const Mask& mask, int64_t at) {
@@ -36,12 +37,36 @@ struct RowBias {
     RowBias(const Problem& call, const RowPlace& place)
         : mask(call.mask),
           at(offset(mask, place)),
-          slope(call.alibi.data == nullptr ? 0.0 : number_of(call.alibi, place)),
+          slope(has_position_bias(call) ? number_of(call.alibi, place) : 0.0),
           position(place.l + call.offset) {}
 
     bool hides(int64_t key) const { return read_mask(mask, at + key * mask.s) == -INFINITY; }
     double of(int64_t key) const { return read_mask(mask, at + key * mask.s) + slope * distance(key); }
     double distance(int64_t key) const { return double(key - position); }
+};
+
+// What positions add to the scores of W rows; `is_there` is false where they add nothing.
+template <int W>
+struct PositionBias {
+    bool is_there;
+    double slope[W];
+    int64_t position[W];  // of each row among the keys
+
+    void stand(int i, const RowBias& row) {
+        slope[i] = row.slope;
+        position[i] = row.position;
+    }
+
+    // To biases [key][W] of the keys from `begin` on; `more`: added to those there.
+    template <class T>
+    void write(T* bias, int64_t begin, int64_t count, bool more) const {
+        alignas(64) double first[W];
+        for (int i = 0; i < W; ++i) first[i] = double(begin - position[i]);
+        for (int64_t j = 0; j < count; ++j) {
+            T* to = bias + j * W;
+            for (int i = 0; i < W; ++i) to[i] = T(slope[i] * (first[i] + double(j))) + (more ? to[i] : T(0));
+        }
+    }
 };
 
 // The step itself, on vectors of scores.

@@ -31,7 +31,7 @@ struct TileRows {
         head = of_head;
         first = first_row;
         count = rows;
-        sight.sloped = call.alibi.data != nullptr;
+        sight.by_position.is_there = has_position_bias(call);
         sight.one_mask = true;
         RowPlace at = place(call);
         for (int i = 0; i < W; ++i, at.step(call, i < rows)) {
@@ -40,8 +40,7 @@ struct TileRows {
             sight.lo[i] = range.lo;
             sight.hi[i] = range.hi;
             sight.mask_row[i] = bias.at;
-            sight.slope[i] = bias.slope;
-            sight.position[i] = bias.position;
+            sight.by_position.stand(i, bias);
             sight.one_mask = sight.one_mask && sight.mask_row[i] == sight.mask_row[0];
         }
         sight.settle();

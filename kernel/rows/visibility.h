@@ -57,14 +57,12 @@ struct Visibility {
 
     int64_t lo[W], hi[W];  // range of visible keys of each row, before the mask
     int64_t mask_row[W];   // where each row of the mask begins, in elements
-    bool sloped;           // rows have slopes of ALiBi,
-    double slope[W];       // these,
-    int64_t position[W];   // and stand here among the keys
     bool one_mask;         // all rows have the same row of the mask
+    PositionBias<W> by_position;
     int64_t most_lo, least_hi;
     uint64_t words[key_block];
     // Aligned: GCC 12 takes it for that where a loop over rows is the outer one.
-    alignas(64) T bias[key_block * W];  // additive mask and ALiBi, turned: [key][row]
+    alignas(64) T bias[key_block * W];  // what the mask and positions add, turned: [key][row]
 
     // To be called when every row has its range.
     void settle() {
@@ -95,7 +93,7 @@ struct Visibility {
         const int64_t count = end - begin;
         const bool all = is_whole(begin, end);
         if (all && mask.kind == MaskKind::none) {
-            if (sloped) add_slopes(begin, count, false);
+            if (by_position.is_there) by_position.write(bias, begin, count, false);
             return Sight::everything;
         }
         bool none = true;
@@ -111,7 +109,7 @@ struct Visibility {
         } else if (mask.kind != MaskKind::none) {
             turn_bias(mask, begin, count);
         }
-        if (sloped) add_slopes(begin, count, mask.kind > MaskKind::boolean);
+        if (by_position.is_there) by_position.write(bias, begin, count, mask.kind > MaskKind::boolean);
         uint64_t any = 0, every = every_row;
         for (int64_t j = 0; j < count; ++j) {
             any |= words[j];
@@ -152,15 +150,6 @@ struct Visibility {
                 bits[i] = read_booleans(data + mask_row[i] + (begin + from) * mask.s, mask.s, some);
             transpose_bits(bits);
             for (int64_t j = 0; j < some; ++j) words[from + j] &= bits[j];
-        }
-    }
-
-    void add_slopes(int64_t begin, int64_t count, bool more) {
-        alignas(64) double first[W];
-        for (int i = 0; i < W; ++i) first[i] = double(begin - position[i]);
-        for (int64_t j = 0; j < count; ++j) {
-            T* to = bias + j * W;
-            for (int i = 0; i < W; ++i) to[i] = T(slope[i] * (first[i] + double(j))) + (more ? to[i] : T(0));
         }
     }
 

@@ -81,6 +81,7 @@ __attribute__((noinline)) void multiply_block(T* c, ptrdiff_t c_row, const typen
                 for (int i = 0; i < rows; ++i) sum[i][j] = Operand::fma(x[i], lane, sum[i][j]);
             }
         }
+        // After the last step both point past the numbers that were read. Nothing is read there.
         a += a_step;
         b += b_row;
     }

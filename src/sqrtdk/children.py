@@ -13,7 +13,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
-__all__ = ["Child", "ChildError", "answer_questions"]
+__all__ = ["Child", "ChildError", "answer_questions", "interrupts_asked", "interrupts_held"]
 
 Serve = Callable[[Connection], None]
 
@@ -125,3 +125,26 @@ def interrupts_held() -> Iterator[None]:
             signal.signal(signal.SIGINT, handler)
             if interrupts:
                 signal.raise_signal(signal.SIGINT)
+
+
+@contextmanager
+def interrupts_asked() -> Iterator[Callable[[], bool]]:
+    """Yield a function that tells whether Ctrl-C was pressed, for work that ends in order; a second one interrupts.
+
+    Outside the main thread, and where Ctrl-C is ignored, it is never told.
+    """
+    asked: list[int] = []
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before in (None, signal.SIG_IGN):
+        yield lambda: False
+        return
+
+    def note(number: int, frame: Any) -> None:
+        asked.append(number)
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(asked)
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -300,7 +300,10 @@ def test_closed_streams_are_no_traceback():
         (["gradients", "--n", "1"], ": each of --n must be at least 2, got 1"),
         (["ablate", "--plot", "no/such/place/a.png"], ": --plot must lie in an existing directory"),
         (["ablate", "--scale", "sqrtt"], ": --scale: unknown scaling policy 'sqrtt'; known: "),
-        (["ablate", "--task", "recal"], ": --task: unknown task 'recal'; known: recall, text; did you mean 'recall'?"),
+        (
+            ["ablate", "--task", "recal"],
+            ": --task: unknown task 'recal'; known: digits, recall, text; did you mean 'recall'?",
+        ),
         (["ablate", "--init", "zeros"], ": --init: unknown init 'zeros'; known: "),
         (["ablate", "--lr", "-1"], ": --lr must be positive and finite"),
         (["ablate", "--heads", "3"], ": --d-model must be a multiple of --heads (3), got 64"),

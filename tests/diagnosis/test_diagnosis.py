@@ -201,7 +201,7 @@ def test_temperature_pressure_is_information_about_a_layer():
     (finding,) = diagnose({"h.0": fresh_heads(0, heads=4)}, pressures={"h.0": [0.5, -2.0, 0.0, np.nan]})
     assert (finding.rule, finding.severity, finding.head) == ("temperature-pressure", "info", None)
     assert (finding.evidence["sharper"], finding.evidence["softer"]) == ([1], [0])
-    assert "head 1 feels it most, -2 per unit of log scale" in finding.cause
+    assert "head 1 feels it most, −2 per unit of log scale" in finding.cause
     assert finding.as_json()["evidence"]["pressures"] == [0.5, -2.0, 0.0, None]
     assert diagnose({"h.0": fresh_heads(0)}, pressures={"h.0": None}) == []
     assert diagnose({"h.0": fresh_heads(0)}, pressures={"h.0": [0.0, 0.0]}) == []

@@ -47,7 +47,7 @@ def test_what_is_declared_and_done_raises_nothing(measured, declared, d_k):
         ("of the padded head", 96**-0.5, "The scale is 1/√96, that of 96 dimensions instead of 64."),
         ("doubled", 0.25, "The scale is 1/√16, that of 16 dimensions instead of 64."),
         ("lacks YaRN's factor", 0.125 * 1.3, "The product is multiplied by 0.1625, which is 1.3 times 1/√dₖ."),
-        ("negative", -0.125, "The product is multiplied by -0.125, which is -1 times 1/√dₖ."),
+        ("negative", -0.125, "The product is multiplied by −0.125, which is −1 times 1/√dₖ."),
     ],
 )
 def test_a_scale_that_is_not_the_declared_one_is_an_error_that_names_it(mistake, measured, cause):

@@ -93,7 +93,7 @@ def test_defaults_spelled_out_have_the_same_key():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"task": "recal"}, "unknown task 'recal'; known: recall, text"),
+        ({"task": "recal"}, "unknown task 'recal'; known: digits, recall, text"),
         ({"scale": "squirt"}, "unknown scaling policy 'squirt'; known: .*fixed.* learned.* qk_norm, query, "),
         ({"scale": "learned:2"}, "'learned' has parameters to train"),
         ({"start_scale": "squirt", "start_steps": 1}, "unknown scaling policy 'squirt'"),

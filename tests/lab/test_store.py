@@ -5,10 +5,13 @@ import functools
 import json
 import os
 import random
+import re
+import socket
 import sqlite3
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +22,7 @@ from sqrtdk.errors import InvalidValueError, SqrtdkError, SqrtdkWarning
 from sqrtdk.lab import RunRecord, RunSpec, Store
 from sqrtdk.lab.store import identify_run, record_failure
 from sqrtdk.lab.store_file import APPLICATION_ID, STORE_VERSION
+from sqrtdk.lab.store_file import connect as connect_store
 from sqrtdk.records.record import Record
 
 DONE = RunRecord({"status": "done", "final_loss": 0.25}, {"step": [0, 10], "loss": [2.7, 0.3]})
@@ -43,7 +47,8 @@ def test_a_path_may_be_text(tmp_path):
 
 
 def test_a_run_is_seen_by_another_connection_at_once(tmp_path):
-    with Store(tmp_path / "runs.sqlite") as writer, Store(tmp_path / "runs.sqlite") as reader:
+    path = tmp_path / "runs.sqlite"
+    with Store(path) as writer, Store(path, read_only=True) as reader:
         writer.put(RunSpec(), DONE)
         assert reader.get(RunSpec()) == DONE
 
@@ -281,31 +286,51 @@ def test_an_older_file_is_brought_to_this_version(tmp_path):
         assert store.records() == []
     with Store(path) as store:
         assert store.get(RunSpec()) == DONE
-        assert store.claim(RunSpec(seed=1))
+        store.put_running(RunSpec(seed=1), 3, {})
+        assert [row["step"] for row in store.running(10)] == [3]
 
 
-def test_a_run_is_trained_by_one_of_two_stores(tmp_path):
+def test_a_second_writer_is_refused_at_once_and_told_who_holds_the_store(tmp_path):
     path = tmp_path / "runs.sqlite"
-    with Store(path) as one, Store(path) as two:
-        assert one.claim(RunSpec())
-        assert one.claim(RunSpec())  # one's own
-        assert not two.claim(RunSpec())
-        assert two.claim(RunSpec(seed=1))
-        one.put(RunSpec(), DONE)
-        assert not two.claim(RunSpec())  # it is finished
-        one.close()
-        assert two.claim(RunSpec(seed=2))
-    with Store(path) as three:
-        assert three.claim(RunSpec(seed=1))  # closing gives it up
+    with Store(path) as store:
+        began = time.monotonic()
+        with pytest.raises(SqrtdkError) as caught:
+            Store(path)
+        assert time.monotonic() - began < 1.0
+        year = time.strftime("%Y-")
+        words = rf".*runs\.sqlite is in use by this process on {socket.gethostname()} since {year}[-0-9: ]+; wait"
+        assert re.match(words, str(caught.value))
+        store.put(RunSpec(), DONE)
+        with Store(path, read_only=True) as reader:
+            assert reader.get(RunSpec()) == DONE
+    with Store(path) as store:
+        assert store.get(RunSpec()) == DONE
+    assert [item.name for item in tmp_path.iterdir()] == ["runs.sqlite"]
 
 
 @pytest.mark.slow
-def test_the_claim_of_a_process_that_died_is_free_at_once(tmp_path):
+def test_the_lock_of_another_process_names_it_and_is_free_when_it_was_killed(tmp_path):
     path = tmp_path / "runs.sqlite"
-    code = f"import os; from sqrtdk.lab import *; Store({str(path)!r}).claim(RunSpec()); os._exit(9)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9
+    code = (
+        "import time; from sqrtdk.lab import *\n"
+        f"store = Store({str(path)!r}); store.put_running(RunSpec(), 3, {{}})\n"
+        "print('held', flush=True); time.sleep(60)"
+    )
+    other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(SqrtdkError, match=f"in use by process {other.pid} on "):
+            Store(path)
+        with Store(path, read_only=True) as reader:
+            assert [row["step"] for row in reader.running(10)] == [3]
+    finally:
+        other.kill()
+        other.wait()
+        other.stdout.close()
+    assert (tmp_path / "runs.sqlite.lock").exists()
     with Store(path) as store:
-        assert store.claim(RunSpec())
+        assert store.running(10) == []  # what it had begun runs no more
+    assert not (tmp_path / "runs.sqlite.lock").exists()
 
 
 @pytest.mark.skipif(os.name == "nt", reason="other rights")
@@ -341,7 +366,7 @@ def test_a_store_that_another_process_is_making_is_seen_whole_or_not_at_all(tmp_
                 return cursor
             (row,) = cursor.fetchall()
             monkeypatch.setattr(sqlite3, "connect", connect)
-            Store(path).close()
+            connect_store(path).close()
             return SimpleNamespace(fetchone=lambda: row)
 
     monkeypatch.setattr(sqlite3, "connect", functools.partial(connect, factory=Slow))

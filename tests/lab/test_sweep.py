@@ -1,5 +1,6 @@
 """Sweeps: nothing finished is lost, by a failure, a dead worker, an interrupt or a kill."""
 
+import json
 import multiprocessing
 import os
 import signal
@@ -12,10 +13,12 @@ import time
 import pytest
 
 from sqrtdk.children import interrupts_held
-from sqrtdk.errors import InvalidTypeError, InvalidValueError, MissingExtraError
-from sqrtdk.lab import AblationSpec, Lab, Processes, Store, ablate, laboratory, processes, swap_scale
+from sqrtdk.errors import InvalidTypeError, InvalidValueError, MissingExtraError, SqrtdkWarning
+from sqrtdk.lab import AblationSpec, Lab, Processes, Store, ablate, laboratory, swap_scale, worker
 from sqrtdk.lab import RunSpec as Spec
 from sqrtdk.lab.outcomes import choose_best
+from sqrtdk.lab.store import RunRecord
+from sqrtdk.lab.sweep import Report, Sweep
 from sqrtdk.operation import cpus
 from sqrtdk.report import figure_for
 
@@ -48,7 +51,7 @@ def test_records_come_in_the_order_of_the_specs_and_are_reused():
 
 
 def test_progress_counts_up_to_the_end(monkeypatch):
-    monkeypatch.setattr(processes, "_REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(worker, "_REPORT_SECONDS", 0.0)
     specs = grid(3)
     with make_lab() as lab:
         lab.run(specs[:1])
@@ -69,10 +72,10 @@ def test_a_failing_run_does_not_lose_the_others(monkeypatch):
 
     real = train.train
 
-    def breaking(spec, report=None):
+    def breaking(spec, *more):
         if spec.seed == 1:
             raise RuntimeError("out of paper")
-        return real(spec, report)
+        return real(spec, *more)
 
     monkeypatch.setattr(train, "train", breaking)
     with make_lab() as lab:
@@ -83,51 +86,19 @@ def test_a_failing_run_does_not_lose_the_others(monkeypatch):
         assert [record.row["status"] for record in lab.run(grid(3))] == ["done"] * 3
 
 
-def test_a_run_that_another_sweep_finished_meanwhile_is_not_repeated():
-    specs = grid(2)
+def test_a_run_that_was_trained_twice_is_kept_once():
+    """The first that finishes counts, and late reports of the other do not."""
+    (spec,) = grid(1)
     with make_lab() as lab:
-        (theirs,) = lab.run(specs[1:])
-    told = []
-    with make_lab() as lab:
-
-        def put_theirs(state):
-            told.append(state)
-            if state.done == 1:
-                lab.store.put(specs[1], theirs)
-
-        lab.progress = put_theirs
-        records = lab.run(specs)
-    assert records[1] == theirs  # seconds included: the very run, not its repetition
-    assert (told[-1].done, told[-1].reused, told[-1].remaining) == (2, 1, 0.0)
-
-
-@pytest.mark.slow
-def test_two_sweeps_on_one_store_train_every_run_once(tmp_path, monkeypatch):
-    """Each in a thread of its own; a run that the other one trains is waited for, not repeated."""
-    from sqrtdk.lab import train
-
-    real, trained = train.train, []
-
-    def counting(spec, report=None):
-        trained.append(spec.seed)
-        time.sleep(0.05)
-        return real(spec, report)
-
-    monkeypatch.setattr(train, "train", counting)
-    monkeypatch.setattr(processes, "_OTHERS_SECONDS", 0.01)
-    results = {}
-
-    def sweep(name):
-        with make_lab(tmp_path / "runs.sqlite") as lab:
-            results[name] = losses(lab.run(grid(6)))
-
-    threads = [threading.Thread(target=sweep, args=(name,)) for name in ("one", "two")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(trained) == [0, 1, 2, 3, 4, 5]
-    assert results["one"] == results["two"]
+        (record,) = lab.run([spec])
+        sweep = Sweep(grid(1, lr=2e-3), lab.store, None)
+        other = sweep.take().spec
+        sweep.finish(other, record)
+        sweep.finish(other, RunRecord({"status": "done"}))
+        sweep.advance(other, Report(3, {"step": [3]}))
+        assert lab.store.get(other) == sweep.records[other.key] == record
+        assert not sweep.running
+        assert lab.store.running(10) == []
 
 
 @pytest.mark.parametrize(("workers", "error"), [(0, InvalidValueError), (1.5, InvalidTypeError)])
@@ -267,21 +238,60 @@ def test_workers_that_were_prepared_are_used():
         assert not multiprocessing.active_children()
 
 
-@pytest.mark.long
-def test_a_dead_worker_fails_its_run_alone():
+def kill_workers(times):
+    """Return a callback that kills a worker whenever a run has gone on, so many times, and the list of those killed."""
     killed = []
 
-    def kill_once(state):
-        if state.fraction > 0.0 and not killed:
-            victim = multiprocessing.active_children()[0]
-            killed.append(victim.pid)
-            os.kill(victim.pid, signal.SIGKILL)
+    def kill(state):
+        if 0.0 < state.fraction < 1.0 and len(killed) < times:
+            victim = next((child for child in multiprocessing.active_children() if child.pid not in killed), None)
+            if victim is not None:
+                killed.append(victim.pid)
+                os.kill(victim.pid, signal.SIGKILL)
 
-    with make_lab(workers=2, progress=kill_once) as lab:
-        records = lab.run(grid(5, steps=300))
-    statuses = sorted(record.row["status"] for record in records)
-    assert statuses == ["done"] * 4 + ["failed"]
-    assert any("exit code -9" in record.row.get("message", "") for record in records)
+    return kill, killed
+
+
+@pytest.mark.long
+def test_the_run_of_a_dead_worker_goes_on_in_another():
+    kill, killed = kill_workers(2)
+    specs = grid(5, steps=600)
+    with make_lab(workers=2, progress=kill) as lab:
+        records = lab.run(specs)
+    assert len(killed) == 2
+    with make_lab() as alone:
+        assert losses(records) == losses(alone.run(specs))
+
+
+def test_steps_of_a_checkpoint_count_as_done_but_not_for_the_pace(tmp_path):
+    from sqrtdk.lab.train import train
+
+    (spec,), made, told = grid(1), {}, []
+    train(spec, lambda step, curves, make: made.update({step: make()}))
+    with make_lab(tmp_path / "runs.sqlite") as lab:
+        lab.store.checkpoints.put(spec.key, made[5])
+        sweep = Sweep([spec], lab.store, told.append)
+        assert sweep.take().checkpoint == made[5]
+        sweep.tell()
+        sweep.advance(spec, Report(6))
+    assert (told[0].fraction, told[0].remaining) == (0.5, None)
+    assert told[1].fraction == 0.6
+    assert told[1].remaining == pytest.approx(4 * told[1].elapsed)
+
+
+def test_a_run_whose_workers_die_three_times_has_failed():
+    (spec,) = grid(1)
+    with make_lab() as lab:
+        sweep = Sweep([spec], lab.store, None)
+        for _ in range(2):
+            assert sweep.take().spec == spec
+            sweep.lose(spec, "the worker process ended with exit code -9")
+        assert list(sweep.pending) == [spec]
+        assert not sweep.records
+        sweep.take()
+        sweep.lose(spec, "the worker process ended with exit code -9")
+        assert not sweep.pending
+        assert sweep.records[spec.key].row["message"] == "the worker process ended with exit code -9, for the 3rd time"
 
 
 @pytest.mark.long
@@ -368,14 +378,6 @@ def test_a_killed_sweep_keeps_its_runs_leaves_no_orphans_and_goes_on(tmp_path):
     assert losses(again) == [row["final_loss"] for row in record.tables["runs"][:2]]
 
 
-@pytest.mark.long
-def test_two_sweeps_share_a_new_file(tmp_path):
-    path = tmp_path / "runs.sqlite"
-    sweeps = [start_sweep(tmp_path, path, seeds=3, steps=40) for _ in range(2)]
-    assert [sweep.wait(timeout=120) for sweep in sweeps] == [0, 0]
-    assert count_runs(path) == 6
-
-
 @pytest.mark.slow
 def test_an_unguarded_script_is_told_so(tmp_path):
     script = tmp_path / "unguarded.py"
@@ -437,8 +439,8 @@ def test_an_interrupt_that_another_thread_receives_waits_until_a_worker_has_star
 
 @pytest.mark.slow
 def test_runs_show_their_curves_in_the_store_while_they_train(tmp_path, monkeypatch):
-    monkeypatch.setattr("sqrtdk.lab.processes._REPORT_SECONDS", 0.0)
-    monkeypatch.setattr("sqrtdk.lab.processes._CURVES_SECONDS", 0.0)
+    monkeypatch.setattr("sqrtdk.lab.worker._REPORT_SECONDS", 0.0)
+    monkeypatch.setattr("sqrtdk.lab.worker._CURVES_SECONDS", 0.0)
     shown = []
     path = tmp_path / "runs.sqlite"
 
@@ -455,3 +457,29 @@ def test_runs_show_their_curves_in_the_store_while_they_train(tmp_path, monkeypa
     assert shown[-1][1] == record.curves
     with sqlite3.connect(path) as connection:
         assert connection.execute("SELECT COUNT(*) FROM running").fetchone() == (0,)
+
+
+@pytest.mark.slow
+def test_a_lab_writes_the_curves_of_newly_trained_runs_with_their_keys(tmp_path):
+    path, calls = tmp_path / "runs.jsonl", []
+
+    def broken(step, entry):
+        calls.append(step)
+        raise OSError("disk full")
+
+    specs = grid(2)
+    with Lab(None, Processes(1), to=path) as lab:
+        records = lab.run(specs)
+        lab.run(specs)  # reused: written once
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for spec, record in zip(specs, records, strict=True):
+        own = [line for line in lines if line["run"] == spec.key]
+        assert [line["step"] for line in own] == list(record.curves["step"])
+        assert [line["scalars"]["loss"] for line in own] == list(record.curves["loss"])
+        assert {line["spec"]["seed"] for line in own} == {spec.seed}
+    assert len(lines) == sum(len(record.curves["step"]) for record in records) > 0
+    with Lab(None, Processes(1), to=broken) as lab, pytest.warns(SqrtdkWarning, match="is stored, but .* disk full"):
+        assert losses(lab.run(specs[:1])) == losses(records[:1])
+    assert len(calls) == 1
+    with pytest.raises(InvalidTypeError, match="to must be a path"):
+        Lab(to=3)

@@ -2,11 +2,12 @@
 
 import hashlib
 import math
+import sys
 
 import numpy as np
 import pytest
 
-from sqrtdk.errors import InvalidTypeError, InvalidValueError
+from sqrtdk.errors import InvalidTypeError, InvalidValueError, MissingExtraError
 from sqrtdk.lab import tasks
 
 
@@ -86,5 +87,34 @@ def test_bad_parameters_are_refused():
         tasks.Text(context=1.5)
     with pytest.raises(InvalidValueError, match="context must be below"):
         tasks.Text(context=10**9)
-    with pytest.raises(InvalidValueError, match="unknown task 'Recall'; known: recall, text"):
+    with pytest.raises(InvalidValueError, match="unknown task 'Recall'; known: digits, recall, text"):
         tasks.get("Recall")
+
+
+def test_digits_are_images_with_held_out_ones():
+    task = tasks.get("digits")
+    held_out = task.held_out()
+    assert held_out.tokens.shape == (359, 64)
+    assert held_out.targets.shape == (359, 1)
+    assert held_out.tokens.max() == 16
+    assert set(held_out.targets.flatten()) == set(range(10))
+    batch = task.sample(np.random.default_rng(0), 50)
+    seen = {row.tobytes() for row in held_out.tokens}
+    assert not any(row.tobytes() in seen for row in batch.tokens)
+    assert task.chance_loss == pytest.approx(np.log(10))
+    assert task.threshold == pytest.approx(np.log(10) / 2)
+    assert "half of chance" in task.solved_when
+
+
+def test_digits_without_scikit_learn_name_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    tasks._read_images.cache_clear()
+    with pytest.raises(MissingExtraError, match=r"sqrtdk\[digits\]"):
+        tasks.get("digits")
+
+
+@pytest.mark.parametrize(("name", "length"), [("recall", 48), ("text", 32), ("digits", 64)])
+def test_tasks_have_the_length_that_is_asked_for(name, length):
+    assert tasks.get(name, tasks.parameters_at(name, length)).length == length
+    with pytest.raises(InvalidValueError, match="must be"):
+        tasks.get(name, tasks.parameters_at(name, 0))

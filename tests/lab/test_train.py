@@ -133,7 +133,7 @@ def test_steps_to_threshold_reads_the_curve_from_the_swap_on():
 
 def test_report_counts_the_updates():
     steps = []
-    train(RunSpec(**SMALL, start_scale="none", start_steps=2), lambda step, curves: steps.append(step))
+    train(RunSpec(**SMALL, start_scale="none", start_steps=2), lambda step, *_: steps.append(step))
     assert steps == list(range(1, 15))
 
 

@@ -48,6 +48,12 @@ def test_the_files_of_a_recipe_contain_its_example(example):
     assert [name for name in RECIPES[example] if word not in (ROOT / name).read_text(encoding="utf-8")] == []
 
 
+def test_a_field_of_a_call_touches_at_most_ten_sources():
+    sources = {name for word in ("alibi", "ALiBi") for name in MAKER["list_sources"](word)}
+    # Recognising other libraries' models is no part of the call.
+    assert 0 < len({name for name in sources if "/torch/watch/" not in name}) <= 10
+
+
 def test_folders_of_tests_mirror_the_source():
     folders = {path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py")}
     own = {Path("project"), Path("benchmarks")}  # the tree itself, and the package beside the product

@@ -1,5 +1,6 @@
 """Words: module headers begin with a noun or a verb, and words that were renamed stay away."""
 
+import ast
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -91,3 +92,30 @@ def test_headings_of_guides_begin_with_a_noun_or_a_verb(path):
 def test_every_place_exists():
     places = {place for word in RENAMED for place in (*word.places, *word.except_for)}
     assert [place for place in sorted(places) if not any(ROOT.glob(place))] == []
+
+
+# Numbers that are no part of a sentence, or whose digits are those of another text.
+NOT_SENTENCES = {
+    "src/sqrtdk/audits/audit.py": "a number of JSON, rounded",
+    "src/sqrtdk/claims/softmax_claims.py": "the seven digits that the source has",
+    "src/sqrtdk/lab/shipped.py": "numbers of JSON, rounded",
+    "src/sqrtdk/report/try_it.py": "numbers for the page's script",
+    "src/sqrtdk/torch/models/head_effects.py": "a change with its sign",
+    "src/sqrtdk/torch/nn/learnable.py": "settings, as they would be typed",
+    "src/sqrtdk/torch/training/monitor.py": "numbers of JSON, rounded",
+    "src/sqrtdk/web/explore_query.py": "settings, as they would be typed",
+    "src/sqrtdk/zoo/census.py": "notes and numbers of zoo.json",
+    "src/sqrtdk/zoo/measure.py": "notes of zoo.json",
+}
+
+
+def test_numbers_in_sentences_are_written_by_one_function():
+    """`.3g` writes 1.23e+03 and 9.81e-11 into a sentence; `write_number` knows how numbers are written by hand."""
+    formats = {}
+    for path in sorted((ROOT / "src" / "sqrtdk").rglob("*.py")):
+        if path.parent.name != "wording":
+            nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            specs = [ast.unparse(node.format_spec) for node in nodes if getattr(node, "format_spec", None)]
+            if any(re.search(r"[ge]['\"]$", spec) and "." in spec for spec in specs):
+                formats[str(path.relative_to(ROOT))] = specs
+    assert sorted(formats) == sorted(NOT_SENTENCES), "use sqrtdk.wording.numbers.write_number"

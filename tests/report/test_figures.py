@@ -10,12 +10,12 @@ import pytest
 from example_records import POLICIES, every_kind, make_ablation, make_swap
 from sqrtdk.errors import InvalidValueError
 from sqrtdk.exercises import explain, gradients, saturation, temperature, variance
-from sqrtdk.report import figure_for, figure_kinds, learning_figures
+from sqrtdk.report import figure_for, figure_kinds, learning_figures, reproduction_figures
 from sqrtdk.report.palette import VERDICT_COLOURS, policy_colour
-from sqrtdk.report.panels import Axis, Figure, Heatmap, Line, Panel, Points, floats
+from sqrtdk.report.panels import Area, Axis, Figure, Heatmap, Line, Panel, Points, floats
 
 KINDS = (
-    *("ablation", "concentration", "explain", "gradients", "monitor", "saturation", "swap"),
+    *("ablation", "concentration", "explain", "gradients", "grid", "monitor", "reproductions", "saturation", "swap"),
     *("temperature", "variance", "zoo"),
 )
 
@@ -346,3 +346,30 @@ def test_what_is_compared_most_is_told_apart_at_a_glance():
 @pytest.mark.parametrize(("losses", "log"), [([2.6, 2.7, 2.8], False), ([0.002, 2.6], True), ([0.0, 2.6], False)])
 def test_final_losses_are_logarithmic_only_over_decades(losses, log):
     assert learning_figures._spans_decades([*losses, math.nan]) is log
+
+
+def test_a_grid_shows_bands_and_the_solved_share():
+    record = every_kind()["grid"]
+    figure = figure_for(record)
+    assert [len(series_of(figure, kind)) for kind in (Line, Area, Heatmap)] == [3, 3, 3]
+    for band, line in zip(series_of(figure, Area), series_of(figure, Line), strict=True):
+        assert all(low <= middle <= high for low, middle, high in zip(band.low, line.y, band.high, strict=True))
+    solved = {
+        (row["d_k"], row["lr"]): row["solved_fraction"] for row in record.tables["summary"] if row["scale"] == "sqrt"
+    }
+    drawn = series_of(figure, Heatmap)[1]
+    assert drawn.z == tuple(tuple(solved[d_k, lr] for lr in (1e-3, 3e-3)) for d_k in (64, 16))
+
+
+def test_a_figure_of_one_result_says_whether_it_was_reproduced():
+    record = every_kind()["reproductions"]
+    one = figure_for(reproduction_figures.select_result(record, "ssmax"))
+    assert one.title.startswith("Softmax of one high logit fades as keys are added")
+    assert one.title.endswith(": reproduced (3 of 3 expectations)")
+    assert [panel.title for panel in one.panels] == ["ssmax: 3 pass"]
+    assert list(one.legend()) == ["softmax", "ssmax"]
+    with pytest.raises(InvalidValueError, match="unknown reproduction 'none'"):
+        reproduction_figures.select_result(record, "none")
+    every = figure_for(record)
+    assert [panel.name for panel in every.panels] == record.spec["names"]
+    assert "ssmax: softmax" in every.legend()

@@ -107,7 +107,7 @@ def test_the_story_has_its_order(page, reader):
     assert places == sorted(places)
     targets = {address.removeprefix("#") for address in reader.addresses}
     assert targets <= set(reader.ids)
-    assert targets == {*SECTIONS, "making", "explain", "monitor"} - {"answer"}
+    assert targets == {*SECTIONS, "making", "explain", "grid", "monitor"} - {"answer"}
 
 
 def test_the_goal_stands_before_the_answer_and_one_picture(reader):

@@ -11,12 +11,13 @@ from xml.etree import ElementTree
 import matplotlib
 import numpy as np
 import pytest
+from matplotlib.collections import PolyCollection
 
 from example_records import NASTY, make_ablation, make_example
 from sqrtdk.errors import InvalidValueError, MissingExtraError
 from sqrtdk.report import figure_for, figure_kinds, matplotlib_renderer, plotly_renderer, save_figure
 from sqrtdk.report import files as report_files
-from sqrtdk.report.panels import Axis, Figure, Heatmap, Line, Note, Panel, Points, ReferenceLine
+from sqrtdk.report.panels import Area, Axis, Figure, Heatmap, Line, Note, Panel, Points, ReferenceLine
 
 NAMES = (*figure_kinds(), "ablation-grid")
 
@@ -61,11 +62,19 @@ def test_both_renderers_show_the_same_series(name):
         drawn_lines = [line for line in axes.lines if line.get_label().startswith("_child")]
         lines = iter(drawn_lines)
         images = iter(axes.images)
+        bands = (one for one in axes.collections if isinstance(one, PolyCollection))
         for series, trace in zip(panel.series, chart.data, strict=True):
             if isinstance(series, Heatmap):
                 assert same(trace.z, series.z)
                 assert same(next(images).get_array(), series.z)
                 assert trace.zmin == series.low
+                continue
+            if isinstance(series, Area):
+                assert same(trace.x, (*series.x, *reversed(series.x)))
+                assert same(trace.y, (*series.high, *reversed(series.low)))
+                corners = next(bands).get_paths()[0].vertices
+                assert {tuple(corner) for corner in corners} >= set(zip(series.x, series.low, strict=True))
+                assert {tuple(corner) for corner in corners} >= set(zip(series.x, series.high, strict=True))
                 continue
             line = next(lines)
             assert same(trace.x, series.x)

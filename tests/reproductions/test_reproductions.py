@@ -6,10 +6,12 @@ import math
 import pytest
 
 from sqrtdk.commands.cli import main
-from sqrtdk.errors import InvalidValueError
+from sqrtdk.errors import InvalidValueError, MissingExtraError
 from sqrtdk.exercises.estimates import Estimate
 from sqrtdk.reproductions import REPRODUCTIONS, exact, list_expectations, reproduce
-from sqrtdk.reproductions.reproduction import Expectation, Measured, Reproduction
+from sqrtdk.reproductions.reproduction import Chart, Expectation, Measured, Reproduction
+
+CHART = Chart("rows", "x", "y", "x", "y")
 
 
 @pytest.mark.slow
@@ -17,7 +19,10 @@ def test_published_results_are_reproduced():
     record = reproduce(seed=1)
     assert {row["verdict"] for row in record.tables["reproductions"]} == {"pass"}
     assert all("reproduced. " in sentence for sentence in record.reading)
-    assert record.curves.keys() == REPRODUCTIONS.keys()
+    assert record.curves.keys() == {name for name, one in REPRODUCTIONS.items() if not one.trains}
+    for name, curves in record.curves.items():
+        chart = REPRODUCTIONS[name].chart
+        assert {row[chart.by] for row in curves[chart.curve]} >= set(chart.predicted)
 
 
 def test_ssmax_by_hand():
@@ -39,15 +44,28 @@ def test_a_result_that_is_not_there_is_not_reproduced(monkeypatch):
     rules = (Expectation("a", "≤", 1.0), Expectation("b", "≥", 1.0), Expectation("c", "≥", 1.0))
     values = {"a": 2.0, "b": 1.0, "c": Estimate(1.0, 0.5, 1.5)}
     monkeypatch.setitem(
-        REPRODUCTIONS, "none", Reproduction("none", "Nothing", "nobody", rules, lambda seed: Measured(values, {}))
+        REPRODUCTIONS,
+        "none",
+        Reproduction("none", "Nothing", "nobody", rules, lambda seed, lab: Measured(values, {}), CHART),
     )
     record = reproduce(["none"])
     assert [row["verdict"] for row in record.tables["reproductions"]] == ["fail", "pass", "unclear"]
     assert record.reading == [
-        "Nothing: reproduced in part. 1 of 3 expectations hold, but not a ≤ 1 (fail: 2), c ≥ 1 (unclear: 1)."
+        "Nothing: reproduced in part. 1 of 3 expectations hold, but not a ≤ 1 (fail: 2), c ≥ 1 (unclear: 1 [0.5, 1.5])."
     ]
     values["b"] = 0.0
     assert reproduce(["none"]).reading[0].startswith("Nothing: not reproduced. 0 of 3 expectations hold, but not a ≤ 1")
+
+
+def test_training_is_asked_for_by_name_or_all(monkeypatch, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["reproduce", "ssmax", "--all"])
+    assert ended.value.code == 2
+    assert "--all must stand without names, got ssmax" in capsys.readouterr().err
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert reproduce(["ssmax"]).spec["names"] == ["ssmax"]
+    with pytest.raises(MissingExtraError, match="torch"):
+        reproduce(["sinks"])
 
 
 def test_unknown_names_list_the_known():

@@ -564,3 +564,25 @@ def test_runs_appear_while_the_store_is_written(browser, tmp_path):
             assert page.evaluate("document.querySelector('#curves').data[3].y") == [3.0, 2.0]
             assert "seed 9, step 70 of" in page.locator("#state").text_content()
         assert errors == []
+
+
+def test_a_monitored_run_is_drawn_while_it_is_written(browser, tmp_path):
+    path = tmp_path / "heads.jsonl"
+    numbers = {name: [0.5, 0.25] for name in ("entropy_ratio", "score_spread", "max_logit")}
+    alert = {"step": 10, "state": "raised", "severity": "error", "rule": "logit-growth", "layer": "<b>h.0</b>"}
+    alert |= {"heads": [1], "cause": HOSTILE[0]}
+    with serving("--store", path) as running, open_page(browser) as (page, errors, _):
+        page.goto(running.address + "runs")
+        page.wait_for_selector("text=is not there yet", timeout=30000)
+        for step, alerts in ((0, []), (10, [alert])):
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, "layers": {"<b>h.0</b>": numbers}, "alerts": alerts}) + "\n")
+            drawn = f"() => document.querySelector('#heads-1').data?.[0].z[0].length === {1 + step // 10}"
+            page.wait_for_function(drawn, timeout=30000)
+        assert page.evaluate("document.querySelector('#heads-0').data[0].z") == [[0.5, 0.5], [0.25, 0.25]]
+        assert page.evaluate("document.querySelector('#heads-0').data[1].x") == [1]
+        assert page.locator("#content").is_hidden()
+        assert HOSTILE[0] in page.locator("#alerts").text_content()
+        assert page.evaluate("window.hacked") is None
+        assert page.locator("#heads-0").bounding_box()["height"] >= 260
+        assert errors == []

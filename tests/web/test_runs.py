@@ -1,5 +1,6 @@
 """The Runs page: a store as it is, before it is there, and while somebody writes."""
 
+import json
 import sqlite3
 import threading
 import time
@@ -11,7 +12,7 @@ from sqrtdk.errors import InvalidValueError
 from sqrtdk.lab.spec import RunSpec
 from sqrtdk.lab.store import CURVES, RunRecord, Store
 from sqrtdk.report.palette import NEUTRAL, policy_colour
-from sqrtdk.web import make_app
+from sqrtdk.web import make_app, runs
 from sqrtdk.web.runs import MOST_CURVES, MOST_RUNS, list_runs, read_curves
 from web_client import Client
 
@@ -187,3 +188,47 @@ def test_only_the_given_file_is_read(path):
     for target in ("/api/runs", "/api/curves", "/api/audit"):
         for name in ("store", "file", "audit"):
             assert client.get(target, {name: str(Path("/etc/passwd"))}).status == 400
+
+
+def write_observations(path, steps, alerts=()):
+    """Append observations of a layer of two heads, as a monitor writes them."""
+    with path.open("a", encoding="utf-8") as file:
+        for step in steps:
+            raised = [
+                {"step": step, "state": "raised", "severity": "error", "rule": "logit-growth", "layer": "h.0"}
+                | {"heads": [1], "cause": "Scores rise."}
+                for at in alerts
+                if at == step
+            ]
+            numbers = {name: [0.5, 0.25] for name in ("entropy_ratio", "score_spread", "max_logit")}
+            file.write(json.dumps({"step": step, "layers": {"h.0": numbers}, "alerts": raised}) + "\n")
+
+
+def test_a_monitors_file_is_shown_as_heads_over_steps_with_alerts_marked(tmp_path):
+    path = tmp_path / "heads.jsonl"
+    assert list_runs(path)["state"] == "waiting"
+    write_observations(path, [0, 10, 20], alerts=[20])
+    view = list_runs(path)
+    assert view["state"] == "monitor"
+    assert view["message"] == "3 observations from step 0 to 20 of 1 layer with 2 heads: 1 alert from step 20 on."
+    assert [chart["title"] for chart in view["charts"]] == ["Entropy ratio H/ln n", "Largest score above the mean"]
+    heat, marks = view["charts"][0]["data"]
+    assert heat["z"] == [[0.5] * 3, [0.25] * 3]
+    assert (marks["x"], marks["y"]) == ([2.0], [1.0])
+    assert view["alerts"][0]["cause"] == "Scores rise."
+    assert list_runs(path, view["version"]) == {"state": "monitor", "version": view["version"], "unchanged": True}
+    write_observations(path, [30])
+    assert list_runs(path, view["version"])["charts"][0]["data"][0]["z"][0] == [0.5] * 4
+    path.write_text("no observation\n")
+    broken = list_runs(path)
+    assert broken["state"] == "unreadable"
+    assert str(tmp_path) not in broken["message"]
+
+
+def test_a_long_monitored_run_is_thinned_and_keeps_its_alerts(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "MOST_CELLS", 100)
+    path = tmp_path / "heads.jsonl"
+    write_observations(path, range(500), alerts=[7])
+    heat, marks = list_runs(path)["charts"][0]["data"]
+    assert [len(row) for row in heat["z"]] in ([50, 50], [51, 51])
+    assert len(marks["x"]) == 1

@@ -11,7 +11,7 @@ from sqrtdk.diagnosis.findings import Finding
 from sqrtdk.errors import InvalidTypeError
 from sqrtdk.records.json import PlainRecord
 from sqrtdk.show.table import Table, count, name_layer
-from sqrtdk.wording.numbers import write_change
+from sqrtdk.wording.numbers import write_change, write_number
 
 __all__ = ["Comparison", "HeadChange", "compare"]
 
@@ -105,7 +105,7 @@ class Comparison(PlainRecord):
             "another pattern."
         ]
         if moved:
-            lines.append(f"The mean entropy ratio of a head changed by up to {max(moved):.3g}.")
+            lines.append(f"The mean entropy ratio of a head changed by up to {write_number(max(moved), 3)}.")
         lines += [
             f"The scale of {name_layer(one.layer)} was {one.before} and is {one.now}." for one in self.scale_changes
         ]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from sqrtdk.diagnosis.findings import SEVERITIES, Finding
 from sqrtdk.diagnosis.patterns import ENOUGH_KEYS, ENOUGH_ROWS, NOT_ENOUGH_DATA
 from sqrtdk.diagnosis.scale_rules import scale_tolerance
+from sqrtdk.scales import default_factor
 from sqrtdk.show.table import count
 from sqrtdk.wording.numbers import write_number
 from sqrtdk.wording.quantities import SPREAD_FACTORS
@@ -56,7 +57,7 @@ def name_scale(scale: AuditedScale) -> str:
     if scale.measured is None:
         return "unknown"
     tolerance = scale_tolerance(scale.dtype)
-    for name, value in (("1/√dₖ", scale.d_k**-0.5), ("1", 1.0), ("1/dₖ", 1.0 / scale.d_k)):
+    for name, value in (("1/√dₖ", default_factor(scale.d_k)), ("1", 1.0), ("1/dₖ", 1.0 / scale.d_k)):
         if math.isclose(scale.measured, value, rel_tol=tolerance):
             return name
     return write_number(scale.measured)
@@ -73,9 +74,10 @@ def describe_spread(spreads: Sequence[Mapping[str, float] | None]) -> list[str]:
     if not known:
         return []
     means = {name: math.exp(sum(math.log(one[name]) for one in known) / len(known)) for name in known[0]}
-    factors = " × ".join(f"{means[name]:.3g} by {words}" for name, words in SPREAD_FACTORS.items())
+    factors = " × ".join(f"{write_number(means[name], 3)} by {words}" for name, words in SPREAD_FACTORS.items())
     heads = count(len(known), "head")
-    return [f"Scores have a standard deviation of {means['std']:.3g} (geometric mean of {heads}): {factors}."]
+    spread = write_number(means["std"], 3)
+    return [f"Scores have a standard deviation of {spread} (geometric mean of {heads}): {factors}."]
 
 
 def describe_calls(scales: Sequence[AuditedScale]) -> list[str]:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from sqrtdk.claims.evidence import Evidence
 from sqrtdk.exercises.estimates import Estimate, estimate_mean
+from sqrtdk.wording.numbers import write_number
 
 VerdictName = Literal["holds", "wrong", "depends", "undecided"]
 
@@ -107,7 +108,7 @@ def show_interval(estimate: Estimate) -> str:
     >>> show_interval(Estimate(1.0, 0.9, 1.1))
     '1 [0.9, 1.1]'
     """
-    return f"{estimate.value:.4g} [{estimate.low:.4g}, {estimate.high:.4g}]"
+    return f"{write_number(estimate.value)} [{write_number(estimate.low)}, {write_number(estimate.high)}]"
 
 
 def row(values: npt.ArrayLike, decimals: int = 3) -> str:

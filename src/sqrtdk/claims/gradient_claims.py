@@ -14,7 +14,7 @@ from sqrtdk.claims.evidence import Evidence
 from sqrtdk.exercises import gradients
 from sqrtdk.exercises.estimates import Estimate, estimate_mean
 from sqrtdk.exercises.gaussian_rows import choose_effort, policy_factors, sample_attention, sample_policies
-from sqrtdk.wording.numbers import write_percent
+from sqrtdk.wording.numbers import write_number, write_percent
 
 
 @claim("grad.jacobian", "S2, S3", "∂sᵢ/∂xⱼ = sᵢ(δᵢⱼ − sⱼ): diagonal sᵢ(1−sᵢ), off-diagonal −sᵢsⱼ")
@@ -27,7 +27,7 @@ def _jacobian(evidence: Evidence) -> Verdict:
         differences = (softmax(x + shifts) - softmax(x - shifts)).T / (2 * step)
         worst = max(worst, float(np.abs(differences - theory.softmax_jacobian(softmax(x))).max()))
     return Verdict(
-        f"largest difference to central differences {worst:.0e}",
+        f"largest difference to central differences {write_number(worst, 2)}",
         "holds" if worst < 1e-8 else "wrong",
         "Three random rows of 2, 5 and 16 logits, differentiated numerically with step 1e-6.",
         {"difference": worst},
@@ -61,10 +61,11 @@ def _vanish(evidence: Evidence) -> Verdict:
     narrow = [cells[512, 16, name] for name in ("none", "sqrt", "inverse")]
     lowest = "smallest" if wide[2] == min(wide) else "not the smallest"
     return Verdict(
-        f"mean ‖∂q‖ with no scaling / 1/√dₖ / 1/dₖ at dₖ 64, n 1024: {wide[0]:.3g} / {wide[1]:.2g} / "
-        f"{wide[2]:.2g}; at dₖ 512, n 16 median {' / '.join(format(c['grad_q_median'], '.2g') for c in narrow)}, "
-        f"5th percentile {' / '.join(format(c['grad_q_p5'], '.1g') for c in narrow)} "
-        f"({cells[64, 1024, 'none']['rows']} and {narrow[0]['rows']} rows, seed {evidence.seed})",
+        f"mean ‖∂q‖ with no scaling / 1/√dₖ / 1/dₖ at dₖ 64, n 1024: {write_number(wide[0], 3)} / "
+        f"{write_number(wide[1], 2)} / {write_number(wide[2], 2)}; at dₖ 512, n 16 median "
+        f"{' / '.join(write_number(c['grad_q_median'], 2) for c in narrow)}, 5th percentile "
+        f"{' / '.join(write_number(c['grad_q_p5'], 1) for c in narrow)} ({cells[64, 1024, 'none']['rows']} and "
+        f"{narrow[0]['rows']} rows, seed {evidence.seed})",
         "depends" if trace_falls and larger else ("holds" if trace_falls else "wrong"),
         f"The Jacobian trace 1 − Σp² {'shrinks as they say' if trace_falls else 'does not always shrink'}, but the "
         f"mean gradient of q is larger without scaling in {len(larger)} of {len(sizes)} sizes and 1/dₖ has the "

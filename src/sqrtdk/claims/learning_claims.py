@@ -18,7 +18,7 @@ from sqrtdk.lab.outcomes import or_infinite
 from sqrtdk.records.record import Record, Row
 from sqrtdk.show.table import count
 from sqrtdk.wording.names import name_setting
-from sqrtdk.wording.numbers import write_loss
+from sqrtdk.wording.numbers import write_loss, write_number
 
 UNDECIDED = "In {steps} steps not even the models with 1/√dₖ learn the task: more steps are needed to decide."
 _TOO_FEW = "{seeds} too few to decide: the 95% intervals leave both answers possible."
@@ -70,9 +70,9 @@ def _trained(evidence: Evidence) -> Verdict:
     )
     return Verdict(
         f"recall, held-out loss (median of {count(trained['n'], 'seed')}): trained with √dₖ "
-        f"{write_loss(trained['loss_median'])}, scale then removed {write_loss(swapped['loss_median'])}, "
-        f"trained on without {write_loss(continued['loss_median'])}; "
-        f"without from the start {write_loss(scratch['loss_median'])} (chance {RunSpec().make_task().chance_loss:.2g})",
+        f"{write_loss(trained['loss_median'])}, scale then removed {write_loss(swapped['loss_median'])}, trained on "
+        f"without {write_loss(continued['loss_median'])}; without from the start {write_loss(scratch['loss_median'])} "
+        f"(chance {write_number(RunSpec().make_task().chance_loss, 2)})",
         verdict,
         explain_doubt(trained, evidence.steps) if verdict == "undecided" else why,
         {

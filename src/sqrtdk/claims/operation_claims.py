@@ -9,6 +9,7 @@ import numpy as np
 from sqrtdk import attention, scaled_dot_product_attention, softmax
 from sqrtdk.claims.claim import Verdict, claim, row
 from sqrtdk.claims.evidence import Evidence
+from sqrtdk.wording.numbers import write_number
 
 
 @claim(
@@ -28,8 +29,8 @@ def _formula(evidence: Evidence) -> Verdict:
         worst_output = max(worst_output, np.abs(output - attention(q, k, v).output).max())
         worst_sum = max(worst_sum, np.abs(weights.sum(axis=-1) - 1).max())
     return Verdict(
-        f"largest difference to the sum written out {worst_output:.0e}; "
-        f"rows of weights sum to 1 within {worst_sum:.0e}",
+        f"largest difference to the sum written out {write_number(worst_output, 2)}; rows of weights sum to 1 within "
+        f"{write_number(worst_sum, 2)}",
         "holds" if max(worst_output, worst_sum) < 1e-12 else "wrong",
         "Four shapes up to dₖ = 512 computed twice, by `scaled_dot_product_attention` and term by term.",
         {"output_difference": worst_output, "row_sum_difference": worst_sum},
@@ -78,8 +79,8 @@ def _code(evidence: Evidence) -> Verdict:
     right = apart < 1e-12
     printed = ", ".join(f"{name} raises NameError ({lacking} is not defined)" for name, lacking in missing.items())
     return Verdict(
-        f"as printed: {printed or 'both run'}; as meant: within {apart:.0e} of `scaled_dot_product_attention` and "
-        "`softmax`",
+        f"as printed: {printed or 'both run'}; as meant: within {write_number(apart, 2)} of "
+        "`scaled_dot_product_attention` and `softmax`",
         ("depends" if missing else "holds") if right else "wrong",
         (f"The samples run once {' and '.join(missing.values())} are defined." if missing else "The samples run.")
         + " They are rewritten here in their obvious form, without the names that the section leaves undefined.",
@@ -98,8 +99,8 @@ def _stable(evidence: Evidence) -> Verdict:
     with np.errstate(over="ignore", invalid="ignore"):
         naive = np.exp(np.float32(89.0)) / np.exp(np.float32(89.0))
     return Verdict(
-        f"finite and summing to 1 up to ±{np.finfo(np.float64).max:.2g}; "
-        f"without the subtraction softmax([89]) is {naive}",
+        f"finite and summing to 1 up to ±{write_number(np.finfo(np.float64).max, 2)}; without the subtraction "
+        f"softmax([89]) is {naive}",
         "holds" if finite and not np.isfinite(naive) else "wrong",
         "exp overflows float32 above 88.7; after subtracting the maximum every exponent is ≤ 0.",
         {"all_finite": finite, "naive_is_finite": bool(np.isfinite(naive))},
@@ -121,8 +122,8 @@ def _same(evidence: Evidence) -> Verdict:
     stable = softmax(np.array([1000.0, 999.0]))
     # exp turns the rounding of an exponent of size x into a relative error of x·2⁻⁵³, here of a few hundred of them.
     return Verdict(
-        f"largest relative difference to exp(x)/Σexp(x) {worst:.0e} where that is finite; at [1000, 999] it is "
-        f"[{beyond[0]:g}, {beyond[1]:g}], with the subtraction {row(stable)}",
+        f"largest relative difference to exp(x)/Σexp(x) {write_number(worst, 2)} where that is finite; at [1000, 999] "
+        f"it is [{beyond[0]:g}, {beyond[1]:g}], with the subtraction {row(stable)}",
         "holds" if worst < 1e-12 else "wrong",
         "e^(x−m) = e^x·e^−m, and e^−m cancels: equal but for the rounding of float64, and finite where the plain form "
         "is not.",
@@ -166,14 +167,14 @@ def _instability(evidence: Evidence) -> Verdict:
     prevents = start < no_scaling
     always = grown < no_scaling / 2 and bool(np.isfinite(after))
     return Verdict(
-        f"mean Σp² at dₖ {d_k}, n {n}: {no_scaling:.2g} with no scaling, {start:.2g} with 1/√dₖ, {grown:.2g} with "
-        f"1/√dₖ once q and k are {growth:g} times as long; float16 with entries of {entry:g}: q·k/√dₖ is {after:g}, "
-        f"(q/√dₖ)·k is {before:g}",
+        f"mean Σp² at dₖ {d_k}, n {n}: {write_number(no_scaling, 2)} with no scaling, {write_number(start, 2)} with "
+        f"1/√dₖ, {write_number(grown, 2)} with 1/√dₖ once q and k are {growth:g} times as long; float16 with entries "
+        f"of {entry:g}: q·k/√dₖ is {after:g}, (q/√dₖ)·k is {before:g}",
         ("holds" if always else "depends") if prevents else "wrong",
         f"1/√dₖ {'prevents' if prevents else 'does not prevent'} saturation at the start. Vectors that grow in "
-        f"training {'do not undo it' if grown < no_scaling / 2 else 'undo it'}, and a product that is divided after it "
-        f"was rounded to float16 is {'finite' if np.isfinite(after) else 'infinite'}. With no scaling but a "
-        f"rescaled init (q and k × dₖ^−¼) Σp² is {smaller:.2g} as well.",
+        f"training {'do not undo it' if grown < no_scaling / 2 else 'undo it'}, and a product that is divided after "
+        f"it was rounded to float16 is {'finite' if np.isfinite(after) else 'infinite'}. With no scaling but a "
+        f"rescaled init (q and k × dₖ^−¼) Σp² is {write_number(smaller, 2)} as well.",
         {"sum_p2": {"none": no_scaling, "sqrt": start, "sqrt_grown": grown, "none_smaller_weights": smaller},
          "float16": {"divided_after": float(after) if np.isfinite(after) else None, "divided_before": float(before)}},
     )  # fmt: skip

@@ -18,7 +18,7 @@ from sqrtdk.lab.ablation import show_difference
 from sqrtdk.lab.intervals import share_difference
 from sqrtdk.records.families import is_usual, load_zoo
 from sqrtdk.show.table import count
-from sqrtdk.wording.numbers import write_loss, write_percent
+from sqrtdk.wording.numbers import write_loss, write_number, write_percent
 
 Array = npt.NDArray[np.float64]
 _MOST_NAMED = 12
@@ -37,8 +37,8 @@ def _divides_by(evidence: Evidence, policy: str, divisor: float, why: str) -> Ve
     apart = float(np.abs(weights - softmax(scores / divisor)).max())
     other = float(np.abs(weights - softmax(scores / (1.5 * divisor))).max())
     return Verdict(
-        f"{policy}: equal to softmax(q·k/{divisor:g}) within {apart:.0e}; "
-        f"a divisor 1.5 times as large differs by {other:.1g}",
+        f"{policy}: equal to softmax(q·k/{divisor:g}) within {write_number(apart, 2)}; a divisor 1.5 times as large "
+        f"differs by {write_number(other, 1)}",
         "holds" if apart < 1e-12 and other > 1e-3 else "wrong",
         why,
         {"difference": apart, "difference_if_wrong": other},
@@ -189,7 +189,7 @@ def _query(evidence: Evidence) -> Verdict:
     )
     return Verdict(
         f"{trained.words}; ln τ over the queries of a head: standard deviation 0 at the start, "
-        f"{min(spreads):.2g} to {max(spreads):.2g} after training",
+        f"{write_number(min(spreads), 2)} to {write_number(max(spreads), 2)} after training",
         verdict,
         explain_doubt(trained.beside, evidence.steps) if verdict == "undecided" else why,
         trained.numbers,
@@ -203,7 +203,10 @@ def _models(evidence: Evidence) -> Verdict:
     others = [row for row in rows if not is_usual(row)]
     # Families that declare their scale come first: a declaration says more than the code alone.
     others.sort(key=lambda row: (row["declared"] is None, row["normalised"], row["family"]))
-    named = [f"{row['family']} ({row['measured']:.4g}, 1/√{row['d_k']} = {row['d_k'] ** -0.5:.4g})" for row in others]
+    named = [
+        f"{row['family']} ({write_number(row['measured'])}, 1/√{row['d_k']} = {write_number(row['d_k'] ** -0.5)})"
+        for row in others
+    ]
     more = f" and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
     plain = len(rows) - len(others)
     not_in = f"; not in {', '.join(named[:_MOST_NAMED])}{more}" if named else ""

@@ -14,6 +14,7 @@ from sqrtdk.claims.claim import Verdict, VerdictName, agree, claim, row
 from sqrtdk.claims.evidence import Evidence
 from sqrtdk.exercises.gaussian_rows import choose_effort, name_importance, sample_policies
 from sqrtdk.wording.names import name_policy
+from sqrtdk.wording.numbers import write_number
 
 Array = npt.NDArray[np.float64]
 
@@ -31,7 +32,7 @@ def _exp(evidence: Evidence) -> Verdict:
     return Verdict(
         ", ".join(f"e^{x} = {math.exp(x):.7g}" for x in claimed),
         "wrong" if off else "holds",
-        " ".join(f"e^{x} is {r:.4g} times the number given." for x, r in off.items())
+        " ".join(f"e^{x} is {write_number(r)} times the number given." for x, r in off.items())
         + f" {len(claimed) - len(off)} of the {len(claimed)} are right.",
         {"ratio": ratio},
     )
@@ -54,7 +55,7 @@ def _powers(evidence: Evidence) -> Verdict:
 def _fifty(evidence: Evidence) -> Verdict:
     computed, fits = _worked([1.0, 0.0, 0.0], [50, 10, 5], decimals=1)
     return Verdict(
-        f"[1 − {computed[1:].sum():.1e}, {computed[1]:.1e}, {computed[2]:.1e}]",
+        f"[1 − {write_number(computed[1:].sum(), 2)}, {write_number(computed[1], 2)}, {write_number(computed[2], 2)}]",
         "holds" if fits else "wrong",
         "A lead of 40 leaves e^−40 to the next.",
         {"weights": computed.tolist()},
@@ -224,7 +225,7 @@ def _uniform(evidence: Evidence) -> Verdict:
     return Verdict(
         f"entropy ratio at n = {n}: "
         + ", ".join(f"dₖ {d}: {ratio:.4f}" for d, ratio in at.items())
-        + f"; with q grown √dₖ times the weights are those of 1/√dₖ (difference {apart:.0e})",
+        + f"; with q grown √dₖ times the weights are those of 1/√dₖ (difference {write_number(apart, 2)})",
         ("depends" if apart < 1e-12 else "holds") if uniform else "wrong",
         f"{'Nearly' if uniform else 'Not nearly'} uniform at initialisation; but what it can express is the same, q "
         "only has to grow √dₖ times, so whether it fails to focus is a matter of learning.",
@@ -285,7 +286,7 @@ def _unstable(evidence: Evidence) -> Verdict:
     listed = "; ".join(
         f"{precision} "
         + ", ".join(
-            f"{name_policy(name)} {' / '.join(f'{errors[precision, d][name].of_signal:.2g}' for d in _WIDTHS)}"
+            f"{name_policy(name)} {' / '.join(write_number(errors[precision, d][name].of_signal, 2) for d in _WIDTHS)}"
             for name in _POWERS
         )
         for precision in precisions
@@ -295,7 +296,7 @@ def _unstable(evidence: Evidence) -> Verdict:
         for precision in precisions
     }
     relative = "; ".join(
-        f"{precision} " + ", ".join(f"{name_policy(name)} {error:.2g}" for name, error in by.items())
+        f"{precision} " + ", ".join(f"{name_policy(name)} {write_number(error, 2)}" for name, error in by.items())
         for precision, by in largest.items()
     )
     least = "the smallest" if calmest else "not always the smallest"
@@ -344,7 +345,7 @@ def _small(evidence: Evidence) -> Verdict:
         verdict = "wrong"
     elif small == {"little"}:
         verdict = "holds"
-    listed = ", ".join(f"dₖ {d}, n {n}: {gains[d, n]:.3g} ({matters[d, n]})" for d, n in sizes)
+    listed = ", ".join(f"dₖ {d}, n {n}: {write_number(gains[d, n], 3)} ({matters[d, n]})" for d, n in sizes)
     return Verdict(
         f"effective keys with 1/√dₖ over those with no scaling: {listed} ({_count_rows(sizes)}, "
         f"seed {evidence.seed}); E Σp² ≥ ½ from {_name_crossings(ns)}",

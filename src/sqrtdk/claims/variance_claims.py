@@ -16,6 +16,7 @@ from sqrtdk.claims.claim import Verdict, agree, claim, covers, estimate_variance
 from sqrtdk.claims.evidence import Evidence
 from sqrtdk.exercises.estimates import Estimate, estimate_mean
 from sqrtdk.exercises.variance import sample_dot_products
+from sqrtdk.wording.numbers import write_number
 
 Array = npt.NDArray[np.float64]
 
@@ -193,7 +194,8 @@ def _init(evidence: Evidence) -> Verdict:
     smaller = [name for name, (predicted, _) in sampled.items() if predicted < 0.99 * d_k]
     larger = [name for name, (predicted, _) in sampled.items() if predicted > 1.01 * d_k]
     listed = ", ".join(
-        f"{name} {predicted:.3g} (sampled {measured:.3g})" for name, (predicted, measured) in sampled.items()
+        f"{name} {write_number(predicted, 3)} (sampled {write_number(measured, 3)})"
+        for name, (predicted, measured) in sampled.items()
     )
     return Verdict(
         f"Var(q·k) at d_model {d_model}, dₖ {d_k}, {d_model // d_k} heads (seed {evidence.seed}): {listed}",
@@ -299,12 +301,12 @@ def _normal(evidence: Evidence) -> Verdict:
     off = [variance for variance in initial.values() if not math.isclose(variance, 64.0, rel_tol=0.05)]
     return Verdict(
         "excess kurtosis "
-        + ", ".join(f"{show_interval(excess[d])} at dₖ = {d} (6/dₖ = {predicted[d]:.4g})" for d in excess)
+        + ", ".join(f"{show_interval(excess[d])} at dₖ = {d} (6/dₖ = {write_number(predicted[d])})" for d in excess)
         + f" (95%, {samples} samples of q, seed {evidence.seed}); a normal distribution has 0",
         ("depends" if off else "holds") if fits else "wrong",
         "Near normal at usual widths, with heavier tails at small dₖ. The variance is dₖ for entries of q and k with "
         f"variance 1: {len(off)} of {len(initial)} initialisations have another one"
-        + (f", {min(off):.3g} to {max(off):.3g} at dₖ = 64 (see var.init)." if off else ".")
+        + (f", {write_number(min(off), 3)} to {write_number(max(off), 3)} at dₖ = 64 (see var.init)." if off else ".")
         if fits
         else "The excess kurtosis is not 6/dₖ.",
         {

@@ -10,7 +10,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from sqrtdk.commands import diagnose, experiment, machine, pages_and_figures, understand
+from sqrtdk.commands import diagnose, experiment, machine, pages_and_figures, runs, understand
 from sqrtdk.commands.options import name_options
 from sqrtdk.commands.results import fail
 from sqrtdk.errors import SqrtdkError, SqrtdkWarning
@@ -58,6 +58,8 @@ for _panel, _group in GROUPS.items():
         # The help is read as markup: brackets as in softmax([x, 0, 0, 0]) are escaped to stay visible.
         _command.help = inspect.getdoc(_command.callback).replace("[", "\\[")  # type: ignore[union-attr]
         app.registered_commands.append(_command)
+
+app.add_typer(runs.commands, name="runs", rich_help_panel="Experiment")
 
 _INTERRUPTED = 130
 

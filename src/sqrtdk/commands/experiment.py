@@ -1,13 +1,14 @@
-"""Commands for experiments: the training ablation, and the list of scaling policies."""
+"""Commands for experiments: the training ablation, grids of runs, and the list of scaling policies."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from sqrtdk import scales
-from sqrtdk.commands.flags import Json, Plot, Store, Workers, examples
+from sqrtdk.commands.flags import Json, Memory, NumCpus, NumGpus, On, Plot, Store, Workers, examples
 from sqrtdk.commands.options import read_names, read_numbers
 from sqrtdk.commands.results import present, require_drawable
 from sqrtdk.records.record import Record
@@ -20,10 +21,13 @@ commands = typer.Typer()
     epilog=examples(
         "sqrtdk ablate --scale none,sqrt --control --store runs.sqlite",
         "sqrtdk ablate --scale none,sqrt,inverse --lr 3e-4,1e-3,3e-3,1e-2 --plot a.html",
+        "sqrtdk ablate --seeds 100 --store runs.sqlite --on auto",
     )
 )
 def ablate(
-    task: Annotated[str, typer.Option(help="Task: recall (associative recall) or text (next character).")] = "recall",
+    task: Annotated[
+        str, typer.Option(help="Task: recall (associative recall), text (next character) or digits (images).")
+    ] = "recall",
     scale: Annotated[
         str,
         typer.Option(
@@ -60,6 +64,13 @@ def ablate(
     batch: Annotated[int, typer.Option(help="Sequences per step.", min=1)] = 16,
     store: Store = None,
     workers: Workers = None,
+    to: Annotated[
+        Path | None, typer.Option(help="Append the curves of each newly trained run to this file of JSON lines.")
+    ] = None,
+    on: On = None,
+    num_cpus: NumCpus = None,
+    num_gpus: NumGpus = None,
+    memory: Memory = None,
     json: Json = False,
     curves: Annotated[bool, typer.Option("--curves", help="With --json: include the learning curves.")] = False,
     plot: Plot = None,
@@ -83,9 +94,60 @@ def ablate(
         batch=batch,
     )
     require_drawable(plot)
-    with progress_bar() as bar, lab.Lab(store, lab.Processes(workers), follow(bar, "training")) as place:
+    executor = lab.choose_executor(on, workers, num_cpus=num_cpus, num_gpus=num_gpus, memory=memory)
+    with progress_bar() as bar, lab.Lab(store, executor, follow(bar, "training"), to=to) as place:
         record = lab.ablate(spec, place)
     present(record, json, plot, curves=curves)
+
+
+@commands.command(
+    epilog=examples(
+        "sqrtdk grid sweep.toml --dry-run",
+        "sqrtdk grid sweep.toml --store runs.sqlite --plot grid.html",
+        "sqrtdk grid --scale none,sqrt --d-k 16,64 --lr 1e-3,1e-2 --seeds 2",
+    )
+)
+def grid(
+    file: Annotated[
+        Path | None, typer.Argument(help="TOML file; its keys are the arguments of sqrtdk.lab.GridSpec.")
+    ] = None,
+    task: Annotated[str | None, typer.Option(help="Tasks, separated by commas: recall, text, digits.")] = None,
+    scale: Annotated[str | None, typer.Option(help="Policies, separated by commas.")] = None,
+    d_k: Annotated[str | None, typer.Option(help="Lengths dₖ of queries and keys, separated by commas.")] = None,
+    heads: Annotated[str | None, typer.Option(help="Numbers of heads, separated by commas.")] = None,
+    n: Annotated[str | None, typer.Option(help="Lengths of the sequences, separated by commas.")] = None,
+    lr: Annotated[str | None, typer.Option(help="Learning rates, separated by commas; all are trained.")] = None,
+    init: Annotated[str | None, typer.Option(help="Initialisations of W_q and W_k, separated by commas.")] = None,
+    seeds: Annotated[int | None, typer.Option(help="Seeds per setting. Default: 4.", min=1)] = None,
+    steps: Annotated[int | None, typer.Option(help="Training steps per run. Default: 600.", min=1)] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print how many runs there are and how long.")] = False,
+    store: Store = None,
+    workers: Workers = None,
+    json: Json = False,
+    curves: Annotated[bool, typer.Option("--curves", help="With --json: include the learning curves.")] = False,
+    plot: Plot = None,
+) -> None:
+    """Train every combination of policies, sizes, learning rates, inits, tasks and seeds; options replace the file."""
+    from sqrtdk import lab
+
+    names = (("tasks", "--task", task), ("scales", "--scale", scale), ("inits", "--init", init))
+    integers = (("d_ks", "--d-k", d_k), ("heads", "--heads", heads), ("lengths", "--n", n))
+    changes: dict[str, Any] = {
+        **{name: read_names(option, text) for name, option, text in names if text is not None},
+        **{name: read_numbers(option, text, int) for name, option, text in integers if text is not None},
+        **({} if lr is None else {"lrs": read_numbers("--lr", lr, float)}),
+        **{name: value for name, value in (("seeds", seeds), ("steps", steps)) if value is not None},
+    }
+    spec = lab.GridSpec(**changes) if file is None else lab.read_grid(file, **changes)
+    require_drawable(plot)
+    place = lab.Processes(workers)
+    with progress_bar() as bar, lab.Lab(store, place, follow(bar, "training")) as laboratory:
+        if dry_run:
+            bar.show("timing a few steps")
+            record = lab.plan_grid(spec, laboratory, place.workers)
+        else:
+            record = lab.train_grid(spec, laboratory)
+    present(record, json, None if dry_run else plot, curves=curves)
 
 
 @commands.command(name="scales", epilog=examples("sqrtdk scales", "sqrtdk scales --json"))

@@ -16,6 +16,17 @@ Store = Annotated[
 ]
 Workers = Annotated[int | None, typer.Option(help="Training processes. Default: one per core.", min=1)]
 
+On = Annotated[
+    str | None,
+    typer.Option(
+        help="Where to train: ray (a Ray cluster of this machine's own), auto (the one that runs here) or the address "
+        "host:port of a cluster. Default: processes of this machine."
+    ),
+]
+NumCpus = Annotated[float | None, typer.Option(help="With --on: CPUs that a run occupies. Default: 1.")]
+NumGpus = Annotated[float | None, typer.Option(help="With --on: GPUs that a run occupies.")]
+Memory = Annotated[int | None, typer.Option(help="With --on: bytes of memory that a run occupies.", min=1)]
+
 
 def examples(*lines: str) -> str:
     """Write the examples at the end of a command's help.

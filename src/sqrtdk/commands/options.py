@@ -16,6 +16,8 @@ _ARGUMENTS = {
     "scales": "--scale",
     "lrs": "--lr",
     "inits": "--init",
+    "tasks": "--task",
+    "lengths": "--n",
     "suites": "--suite",
     "ids": "IDS",
     "count": "--threads",

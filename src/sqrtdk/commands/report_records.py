@@ -19,6 +19,7 @@ from sqrtdk.records.families import load_zoo
 from sqrtdk.records.record import Record
 from sqrtdk.report.story import choose_sections
 from sqrtdk.report.story_figures import EXAMPLE
+from sqrtdk.reproductions.shipped import load_reproductions
 
 __all__ = ["TRAINED", "Gathered", "can_train", "gather", "list_topics", "load_shipped"]
 
@@ -66,7 +67,7 @@ class Gathered(NamedTuple):
 
 def load_shipped() -> list[Record]:
     """Return the records that come with sqrtdk."""
-    return [load_zoo(), load_ablation()]
+    return [load_zoo(), load_ablation(), load_reproductions()]
 
 
 def gather(
@@ -104,6 +105,7 @@ def gather(
         "swap": lambda: evidence.swap,
         "widths": load_ablation,
         "zoo": load_zoo,
+        "reproductions": load_reproductions,
     }
     records: list[Record] = []
     audit, failures = None, {}
@@ -119,8 +121,8 @@ def gather(
             except Exception as error:  # one failure must not lose hours of training
                 failures[topic] = f"{type(error).__name__}: {error}"
                 continue
-            # The other two come with sqrtdk and need no store.
-            records.append(record if topic in ("widths", "zoo") else evidence.lab.keep(record))
+            # The other three come with sqrtdk and need no store.
+            records.append(record if topic in ("widths", "zoo", "reproductions") else evidence.lab.keep(record))
         if child is not None:
             try:
                 audit = Audit.from_json(child.answer())

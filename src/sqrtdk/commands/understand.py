@@ -14,6 +14,7 @@ from sqrtdk.commands.options import read_numbers
 from sqrtdk.commands.results import gathering, present, require_drawable, working
 from sqrtdk.errors import InvalidValueError
 from sqrtdk.records.record import Record
+from sqrtdk.show.progress import follow, progress_bar
 
 commands = typer.Typer()
 
@@ -103,23 +104,52 @@ def claims(
     present(record, json, None)
 
 
-@commands.command(epilog=examples("sqrtdk reproduce --list", "sqrtdk reproduce ssmax critical-scaling --json"))
+@commands.command(
+    epilog=examples(
+        "sqrtdk reproduce --list",
+        "sqrtdk reproduce ssmax critical-scaling --json",
+        "sqrtdk reproduce logit-factor --store runs.sqlite --plot factor.png",
+        "sqrtdk reproduce --all --store runs.sqlite",
+    )
+)
 def reproduce(
-    names: Annotated[list[str] | None, typer.Argument(help="Names from --list. Default: all.")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Names from --list. Default: those that train nothing (seconds).")
+    ] = None,
+    all_of_them: Annotated[
+        bool, typer.Option("--all", help="Also train models: needs torch, about a quarter of an hour on two cores.")
+    ] = False,
     seed: Seed = 0,
+    store: Store = None,
+    workers: Workers = None,
     json: Json = False,
+    plot: Plot = None,
     list_only: Annotated[bool, typer.Option("--list", help="List results, sources and expectations.")] = False,
 ) -> None:
     """Compute published results about attention's scale again, and compare each with what it was expected to give."""
-    from sqrtdk.reproductions import list_expectations
+    from sqrtdk.lab import Lab, Processes
+    from sqrtdk.reproductions import REPRODUCTIONS, list_expectations
     from sqrtdk.reproductions import reproduce as compute
 
     if list_only:
         present(list_expectations(names), json, None)
         return
-    with working("reproducing") as bar:
-        record = compute(names, seed, on_start=lambda name, share: bar.show(f"reproducing {name}", share))
-    present(record, json, None)
+    if all_of_them and names:
+        raise InvalidValueError("--all", f"must stand without names, got {', '.join(names)}")
+    require_drawable(plot)
+    current = "reproducing"
+
+    def start(name: str, share: float) -> None:
+        nonlocal current
+        current = f"reproducing {name}"
+        bar.show(current, share)
+
+    with (
+        progress_bar() as bar,
+        Lab(store, Processes(workers), lambda state: follow(bar, f"{current}, training")(state)) as lab,
+    ):
+        record = compute(list(REPRODUCTIONS) if all_of_them else names or None, seed, start, lab)
+    present(record, json, plot)
 
 
 @commands.command(epilog=examples("sqrtdk variance", "sqrtdk variance --d-k 4,64,512 --plot variance.png"))

@@ -12,6 +12,7 @@ from sqrtdk.diagnosis.precision import PRECISIONS
 from sqrtdk.show.table import name_layer
 from sqrtdk.summary import BIN_EDGES, HeadSummary
 from sqrtdk.summary.heads import Array
+from sqrtdk.wording.numbers import write_number
 
 Layers = Mapping[str | None, HeadSummary]
 
@@ -75,7 +76,10 @@ def judge_precision(layers: Layers, dtypes: Mapping[str | None, str]) -> list[Fi
             size = float(max(abs(seen.largest[head]), abs(seen.least[head])))
             evidence = {"largest_score_in_size": size, "dtype": name}
             if size > most:
-                cause = f"A score of size {size:.4g} is infinite in {name}, whose largest number is {most:.4g}."
+                cause = (
+                    f"A score of size {write_number(size)} is infinite in {name}, whose largest number is "
+                    f"{write_number(most)}."
+                )
                 is_narrow = name not in ("float32", "float64")
                 remedy = "Check the scale; compute the scores in float32 or with a fused kernel."
                 remedy = remedy if is_narrow else "Check the scale."
@@ -86,8 +90,9 @@ def judge_precision(layers: Layers, dtypes: Mapping[str | None, str]) -> list[Fi
                 spacing = epsilon * 2.0 ** np.floor(np.log2(size))
                 evidence["spacing"] = float(spacing)
                 cause = (
-                    f"At {size:.4g} numbers of {name} are {spacing:g} apart: a logit is off by up to {spacing / 2:g}, "
-                    f"a weight by a factor of up to {np.exp(min(spacing / 2, 700.0)):.3g}."
+                    f"At {write_number(size)} numbers of {name} are {spacing:g} apart: a logit is off by up to "
+                    f"{spacing / 2:g}, a weight by a factor of up to "
+                    f"{write_number(np.exp(min(spacing / 2, 700.0)), 3)}."
                 )
                 remedy = "Check the scale; keep logits in float32 (a fused kernel does); normalise q and k."
                 findings.append(
@@ -113,7 +118,10 @@ def judge_gradients(path: str | None, at: int, summary: HeadSummary, pressures: 
             "pressure": float(pressures[head]),
             "pattern": names[head],
         }
-        nearly = f"{share:.3g} of the rows are so close to one-hot that softmax passes next to no gradient to q and k"
+        nearly = (
+            f"{write_number(share, 3)} of the rows are so close to one-hot that softmax passes next to no gradient to "
+            "q and k"
+        )
         severity: Severity
         if names[head] == OTHER:
             severity, cause = "warning", f"{nearly}, and no position explains it."
@@ -130,7 +138,7 @@ def judge_gradients(path: str | None, at: int, summary: HeadSummary, pressures: 
         evidence = {"sharper": sharper, "softer": softer, "pressures": pressures.tolist()}
         cause = (
             "The loss of these batches falls if the heads under 'sharper' get a larger scale and those under 'softer' "
-            f"a smaller one; head {most} feels it most, {pressures[most]:.3g} per unit of log scale."
+            f"a smaller one; head {most} feels it most, {write_number(pressures[most], 3)} per unit of log scale."
         )
         remedy = "None by itself; a learned temperature lets each head follow it."
         threshold = Threshold(0.0, "by definition: ∂loss/∂log scale = 0 is to want no change")

@@ -11,6 +11,8 @@ from sqrtdk import checks
 from sqrtdk.diagnosis.findings import Finding, Severity, Threshold
 from sqrtdk.diagnosis.precision import PRECISIONS, name_dtype
 from sqrtdk.errors import InvalidTypeError, InvalidValueError
+from sqrtdk.scales import default_factor
+from sqrtdk.wording.numbers import write_number
 
 __all__ = ["SCALE_RULES", "SCALE_TOLERANCE", "judge_scales", "scale_tolerance"]
 
@@ -111,7 +113,7 @@ def _same(one: float, two: float, tolerance: float) -> bool:
 
 
 def _judge_layer(layer: _LayerScale) -> list[Finding]:
-    usual, tolerance = 1.0 / math.sqrt(layer.d_k), layer.tolerance
+    usual, tolerance = default_factor(layer.d_k), layer.tolerance
     where = (layer.layer, layer.layer_index, None)
     if layer.declared is not None:
         if _same(layer.measured, layer.declared, tolerance):
@@ -141,7 +143,7 @@ def _judge_mask(layer: _LayerScale) -> list[Finding]:
         return []
     evidence = {"on_the_mask": factor, "measured": layer.measured, "d_k": layer.d_k}
     threshold = Threshold(tolerance, "relative difference that rounding explains, against 1: a mask is not scaled")
-    cause = f"What is added to the scores is multiplied by {factor:.4g} as well."
+    cause = f"What is added to the scores is multiplied by {write_number(factor)} as well."
     remedy = "Scale the scores before the mask or bias is added to them."
     where = (layer.layer, layer.layer_index, None)
     return [Finding("scale-on-mask", "warning", *where, evidence, threshold, cause, remedy)]
@@ -158,9 +160,11 @@ def _explain(layer: _LayerScale) -> str:
         return "The scale is 1/dₖ: that of muP, or 1/√dₖ applied twice."
     dimensions = 1.0 / measured**2 if measured > 0 else 0.0
     whole = round(dimensions) if dimensions < 1e6 else 0
-    if whole > 1 and _same(measured, 1.0 / math.sqrt(whole), SCALE_TOLERANCE):
+    if whole > 1 and _same(measured, default_factor(whole), SCALE_TOLERANCE):
         return f"The scale is 1/√{whole}, that of {whole} dimensions instead of {d_k}."
-    return f"The product is multiplied by {measured:.4g}, which is {layer.relative:.4g} times 1/√dₖ."
+    return (
+        f"The product is multiplied by {write_number(measured)}, which is {write_number(layer.relative)} times 1/√dₖ."
+    )
 
 
 def _compare_layers(layers: Sequence[_LayerScale], tolerance: float) -> list[Finding]:
@@ -189,7 +193,10 @@ def _compare_layers(layers: Sequence[_LayerScale], tolerance: float) -> list[Fin
             "layers_that_agree": max(agreeing),
             "of_layers": len(silent),
         }
-        cause = f"{max(agreeing)} of {len(silent)} layers use {common:.4g}/√dₖ, this one {layer.relative:.4g}/√dₖ."
+        cause = (
+            f"{max(agreeing)} of {len(silent)} layers use {write_number(common)}/√dₖ, this one "
+            f"{write_number(layer.relative)}/√dₖ."
+        )
         remedy = (
             "Declare the scales of the layers in the configuration if they are meant to differ, else make them one."
         )

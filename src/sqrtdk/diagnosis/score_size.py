@@ -145,8 +145,8 @@ def explain_growth(splits: Sequence[tuple[float, CauseSplit]], head: int) -> str
     if whole < GREW:
         return None
     return (
-        f"From step {first:g} to {last:g} {_NAMES[most]} grew most ({grown[most]:.3g} times; the deviation of the "
-        f"scores {whole:.3g} times)."
+        f"From step {first:g} to {last:g} {_NAMES[most]} grew most ({write_number(grown[most], 3)} times; the "
+        f"deviation of the scores {write_number(whole, 3)} times)."
     )
 
 
@@ -161,7 +161,10 @@ def explain_size(splits: Sequence[CauseSplit], split: CauseSplit, head: int) -> 
     most = max(ratios, key=lambda name: ratios[name] if np.isfinite(ratios[name]) else 0.0)
     if ratios[most] >= STANDS_OUT:
         named = {"query": "the length of its q", "spread": "the spread of its k", "alignment": "their alignment"}[most]
-        said = f"It is {named} that stands out: {ratios[most]:.3g} times the median of {count(len(others), 'head')}"
+        said = (
+            f"It is {named} that stands out: {write_number(ratios[most], 3)} times the median of "
+            f"{count(len(others), 'head')}"
+        )
     else:
         said = f"None of length, spread and alignment stands out among {count(len(others), 'head')}"
     return f"{said}. {_judge_alignment(own['alignment'] ** 2)}"
@@ -171,4 +174,4 @@ def _judge_alignment(alignment: float) -> str:
     low, high = USUAL_ALIGNMENT
     # Fresh models lie on either side of 1: after rounding they count as within.
     where = "within" if low <= round(alignment, 1) <= high else "above" if alignment > high else "below"
-    return f"An alignment of {alignment:.3g} is {where} the {low:g} to {high:g} of trained models."
+    return f"An alignment of {write_number(alignment, 3)} is {where} the {low:g} to {high:g} of trained models."

@@ -13,6 +13,7 @@ from sqrtdk.diagnosis.patterns import NOT_ENOUGH_DATA, OTHER, has_enough_data, p
 from sqrtdk.diagnosis.score_size import CauseSplit, explain_growth, explain_size
 from sqrtdk.summary import HeadSummary
 from sqrtdk.summary.heads import Array
+from sqrtdk.wording.numbers import write_number
 
 __all__ = ["TrendLine", "TrendPoint", "fit_line", "holds_since", "judge_trend"]
 
@@ -224,12 +225,15 @@ def _judge_size(where: _Where, steps: Array, spreads: Array, remedies: str) -> F
         "to_step": float(steps[-1]),
         "since_step": float(steps[at]),
     }
-    cause = f"The largest score is {now:.4g} above the mean (limit {limit:g})"
+    cause = f"The largest score is {write_number(now)} above the mean (limit {limit:g})"
     if jumped:
-        cause += f"; from step {steps[begin]:g} to {steps[at]:g} it went from {spreads[begin]:.3g} to {spreads[at]:.3g}"
+        cause += (
+            f"; from step {steps[begin]:g} to {steps[at]:g} it went from {write_number(spreads[begin], 3)} to "
+            f"{write_number(spreads[at], 3)}"
+        )
         remedies = f"look at the batches of these steps, {remedies}"
     elif at > 0:
-        cause += f", {spreads[0]:.3g} at step {steps[0]:g}"
+        cause += f", {write_number(spreads[0], 3)} at step {steps[0]:g}"
     source = (
         f"{FIRST_FACTOR:g} times the head's first spread, from {LOGIT_LIMIT.value:g} to {MOST_LIMIT:g}: chosen here"
     )
@@ -261,8 +265,8 @@ def _judge_slope(where: _Where, steps: Array, spreads: Array, remedies: str) -> 
         "passes_100_at_step": crossing,
     }
     cause = (
-        f"The largest score is {spreads[-1]:.4g} above the mean, rises by {line.slope:.3g} ± {line.error:.2g} per step "
-        f"and {passing} {LOGIT_LIMIT.value:g} at step {crossing:.0f}."
+        f"The largest score is {write_number(spreads[-1])} above the mean, rises by {write_number(line.slope, 3)} ± "
+        f"{write_number(line.error, 2)} per step and {passing} {LOGIT_LIMIT.value:g} at step {crossing:.0f}."
     )
     return Finding("logit-growth", "warning", *where, evidence, LOGIT_LIMIT, cause, _sentence(remedies))
 
@@ -290,15 +294,18 @@ def _judge_collapse(
         "score_max_above_mean_at_last": float(spreads[-1]),
         "pattern": pattern,
     }
-    cause = f"The mean entropy ratio fell from {first:.3g} to {ratios[-1]:.3g}"
+    cause = f"The mean entropy ratio fell from {write_number(first, 3)} to {write_number(ratios[-1], 3)}"
     remedy = "None by itself; the change of loss with the head switched off tells whether it is needed."
     severity: Severity = "info"
     if pattern != OTHER:
         cause += f" as the head took the pattern {pattern!r}, which heads of healthy models have."
     elif spreads[-1] < RECOVERED * LOGIT_LIMIT.value:
-        cause += f"; its largest score, {spreads[-1]:.3g} above the mean, is one that heads of healthy models have."
+        cause += (
+            f"; its largest score, {write_number(spreads[-1], 3)} above the mean, is one that heads of healthy models "
+            "have."
+        )
     else:
-        before, after = f"{spreads[0]:.3g}", f"{spreads[-1]:.3g}"
+        before, after = write_number(spreads[0], 3), write_number(spreads[-1], 3)
         moved = f"{'rose' if spreads[-1] > spreads[0] else 'fell'} from {before} to {after}"
         cause += f" and no position explains it; the largest score {moved if before != after else f'stayed at {after}'}"
         cause += " above the mean."

@@ -171,8 +171,8 @@ def _state_prediction(row: Mapping[str, Any]) -> str | None:
     if row["predicted"] is None:
         return None
     if row["ratio"] is not None:
-        return f"rms {row['predicted']:.3g} (mean {row['ratio']:.2g} × that)"
-    return f"{row['predicted']:.4g} {'inside' if row['inside'] else 'outside'}"
+        return f"rms {write_number(row['predicted'], 3)} (mean {write_number(row['ratio'], 2)} × that)"
+    return f"{write_number(row['predicted'])} {'inside' if row['inside'] else 'outside'}"
 
 
 def _name_regime(d_k: int, n: int) -> str:
@@ -257,8 +257,9 @@ def _read(
     return [
         _conclude(keys, d_k, n),
         state_crossing(n, d_k),
-        f"{where}Σp² is {sum_p2['measured']:.3g} (predicted {sum_p2['predicted']:.3g}). The prediction is "
-        f"{write_percent(way)} of the way from uniform weights ({1 / n:.3g}) to one-hot weights (1)."
+        f"{where}Σp² is {write_number(sum_p2['measured'], 3)} (predicted {write_number(sum_p2['predicted'], 3)}). The "
+        f"prediction is {write_percent(way)} of the way from uniform weights ({write_number(1 / n, 3)}) to one-hot "
+        "weights (1)."
         + (
             f" Effective keys are the mean of 1/Σp² over rows ({mean_keys}), not 1 over the mean Σp² ({keys_of_mean})."
             if mean_keys != keys_of_mean
@@ -275,14 +276,15 @@ def _read_gradients(
     """Compare each policy's mean gradient with that of 1/√dₖ, sample by sample."""
     own = by["sqrt", "grad_q"]["measured"]
     if d_k == 1:
-        return f"The mean gradient of a query is {own:.3g}."
-    sentences = [f"The mean gradient of a query is {own:.3g} with 1/√dₖ."]
+        return f"The mean gradient of a query is {write_number(own, 3)}."
+    sentences = [f"The mean gradient of a query is {write_number(own, 3)} with 1/√dₖ."]
     for policy in ("none", "inverse"):
         apart = estimate_mean((sampled[policy].grad_q - sampled["sqrt"].grad_q).mean(axis=1))
         measured = by[policy, "grad_q"]["measured"]
         same = " (not distinguishable from 1)" if apart.holds(0.0) else ""
         sentences.append(
-            f"With {name_policy(policy)} it is {measured:.3g}, which is {measured / own:.3g} times as large{same}."
+            f"With {name_policy(policy)} it is {write_number(measured, 3)}, which is {write_number(measured / own, 3)} "
+            f"times as large{same}."
         )
     return " ".join(sentences)
 
@@ -296,8 +298,8 @@ def _read_predictions(rows: Sequence[Mapping[str, Any]], joint: Mapping[str, Any
         f"{joint['inside']} of {joint['predictions']} predictions (σ, H/ln n and Σp²) lie inside the 95% interval of "
         f"their measurement{f'; outside: {named}' if outside else ''}. All intervals come from the same samples, so "
         f"they are not {joint['predictions']} independent tests. The largest distance is "
-        f"{joint['standard_errors']:.2g} standard errors. If all predictions were exact, {chance} of seeds would show "
-        "a distance as large."
+        f"{write_number(joint['standard_errors'], 2)} standard errors. If all predictions were exact, {chance} of "
+        "seeds would show a distance as large."
     )
 
 
@@ -309,7 +311,7 @@ def _conclude(keys: Mapping[str, float], d_k: int, n: int) -> str:
         )
     ratio = keys["sqrt"] / keys["none"]
     importance = name_importance(ratio)
-    times, much = (f"{ratio:.3g}", "") if importance == "much" else (f"{ratio:.2f}", f" {importance}")
+    times, much = (write_number(ratio, 3), "") if importance == "much" else (f"{ratio:.2f}", f" {importance}")
     others = " and ".join(
         f"{write_number(keys[policy], 3)} with {name_policy(policy)}" for policy in ("none", "inverse")
     )

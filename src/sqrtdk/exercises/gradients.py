@@ -88,8 +88,8 @@ def _describe_example(name: str, weights: Sequence[float]) -> dict[str, Any]:
     jacobian = theory.softmax_jacobian(weights)
     return {
         "name": name,
-        "weights": ", ".join(f"{weight:.6g}" for weight in weights),
-        "diagonal": ", ".join(f"{entry:.3g}" for entry in np.diag(jacobian)),
+        "weights": ", ".join(write_number(weight, 6) for weight in weights),
+        "diagonal": ", ".join(write_number(entry, 3) for entry in np.diag(jacobian)),
         "largest_entry": float(np.abs(jacobian).max()),
         "jacobian_trace": float(size.trace),
         "jacobian_norm": float(size.frobenius),
@@ -142,8 +142,9 @@ def _read(jacobians: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]], s
         "unevenness": f"{_name_unevenness(none, sqrt)}: at dₖ = {most_uneven[0]}, n = {most_uneven[1]} a "
         f"twentieth of the rows holds {write_percent(none['top_share'])} of the squared gradient without scaling, and "
         f"{write_percent(sqrt['top_share'])} with 1/√dₖ. Without scaling the median gradient is "
-        f"{none['grad_q_median']:.2g}, the mean {none['grad_q_mean']:.2g} and the 5th percentile "
-        f"{none['grad_q_p5']:.1g} (95% interval {none['grad_q_p5_low']:.1g} to {none['grad_q_p5_high']:.1g}).",
+        f"{write_number(none['grad_q_median'], 2)}, the mean {write_number(none['grad_q_mean'], 2)} and the 5th "
+        f"percentile {write_number(none['grad_q_p5'], 1)} (95% interval {write_number(none['grad_q_p5_low'], 1)} to "
+        f"{write_number(none['grad_q_p5_high'], 1)}).",
         "samples": f"Each size has {write_range(row['rows'] for row in rows)} rows, seed {seed}; 95% intervals are "
         "over independent samples.",
     }

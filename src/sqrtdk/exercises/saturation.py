@@ -11,6 +11,7 @@ import numpy as np
 from sqrtdk import checks
 from sqrtdk.errors import InvalidValueError
 from sqrtdk.records.record import Record
+from sqrtdk.wording.numbers import write_number
 
 _WHY = (
     "training moves the scores through the softmax Jacobian, and its trace 1 − Σp² adds up how strongly every weight "
@@ -143,7 +144,7 @@ def _read(solutions: list[dict[str, Any]], zeros: int, share: float, largest: fl
     shown = ", ".join(["x"] + ["0"] * zeros) if zeros <= 5 else f"x and {zeros} zeros"
     where = "within" if main["x"] <= largest else "beyond"
     rest = zeros * _describe(main["x"], zeros)["other_weight"]
-    weight = f"{main['first_weight']:.4f}" if rest >= 5e-5 else f"1 − {rest:.2g}"
+    weight = f"{main['first_weight']:.4f}" if rest >= 5e-5 else f"1 − {write_number(rest, 2)}"
     single = solutions[-1]["x"]
     when = "only from" if single > max(main["x"], *others) else "already from" if single < main["x"] else "from"
     return {

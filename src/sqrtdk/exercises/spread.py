@@ -10,6 +10,7 @@ from sqrtdk.audits.sentences import describe_spread
 from sqrtdk.errors import InvalidValueError
 from sqrtdk.records.record import Record
 from sqrtdk.show.table import name_layer
+from sqrtdk.wording.numbers import write_number
 from sqrtdk.wording.quantities import SPREAD_FACTORS
 
 
@@ -40,8 +41,8 @@ def spread(audit: Audit) -> Record:
     most = max(SPREAD_FACTORS, key=lambda name: abs(math.log(first[name])))
     sentences = [
         *describe_spread([head.spread for head in known]),
-        f"The largest is {first['std']:.3g}, in head {first['head']} of {first['layer']}: "
-        + " × ".join(f"{first[name]:.3g} by {words}" for name, words in SPREAD_FACTORS.items())
+        f"The largest is {write_number(first['std'], 3)}, in head {first['head']} of {first['layer']}: "
+        + " × ".join(f"{write_number(first[name], 3)} by {words}" for name, words in SPREAD_FACTORS.items())
         + f". The factor farthest from 1 is {SPREAD_FACTORS[most]}.",
     ]
     source = audit.about.get("source", audit.about.get("model", "a model"))

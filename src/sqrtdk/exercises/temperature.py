@@ -12,6 +12,7 @@ from sqrtdk import checks
 from sqrtdk.exercises.gaussian_rows import SampledRows, require_sampling, sample_attention, sample_rows
 from sqrtdk.operation.attention import attention
 from sqrtdk.records.record import Record
+from sqrtdk.wording.numbers import write_number
 
 _COLUMNS = (
     "logit_std",
@@ -99,19 +100,20 @@ def _read(rows: Sequence[dict[str, Any]], d_k: int, n: int, count: int, seed: in
     sharp, soft = rows[0], rows[-1]
     sentences = {
         f"relative {row['relative']}": (
-            f"τ = {row['relative']:g}·√dₖ = {row['tau']:.3g}: entropy ratio {row['entropy_ratio']:.3f} (95% interval "
-            f"{row['entropy_ratio_low']:.3f} to {row['entropy_ratio_high']:.3f}), saturation index "
-            f"{row['saturation_index']:.2f}, largest weight {row['max_weight']:.2f}, "
-            f"{row['effective_keys']:.1f} effective keys of {n}."
+            f"τ = {row['relative']:g}·√dₖ = {write_number(row['tau'], 3)}: entropy ratio {row['entropy_ratio']:.3f} "
+            f"(95% interval {row['entropy_ratio_low']:.3f} to {row['entropy_ratio_high']:.3f}), saturation index "
+            f"{row['saturation_index']:.2f}, largest weight {row['max_weight']:.2f}, {row['effective_keys']:.1f} "
+            f"effective keys of {n}."
         )
         for row in rows
     }
     if len(rows) > 1:
         is_trace_misleading = sharp["jacobian_trace"] < soft["jacobian_trace"] and sharp["grad_q"] > soft["grad_q"]
         sentences["sharpest to softest"] = (
-            f"The Jacobian trace is {sharp['jacobian_trace']:.2f} at τ = {sharp['tau']:.3g} and "
-            f"{soft['jacobian_trace']:.2f} at τ = {soft['tau']:.3g}. The mean gradient of a query is "
-            f"{sharp['grad_q']:.2f} at τ = {sharp['tau']:.3g} and {soft['grad_q']:.2f} at τ = {soft['tau']:.3g}."
+            f"The Jacobian trace is {sharp['jacobian_trace']:.2f} at τ = {write_number(sharp['tau'], 3)} and "
+            f"{soft['jacobian_trace']:.2f} at τ = {write_number(soft['tau'], 3)}. The mean gradient of a query is "
+            f"{sharp['grad_q']:.2f} at τ = {write_number(sharp['tau'], 3)} and {soft['grad_q']:.2f} at τ = "
+            f"{write_number(soft['tau'], 3)}."
             + (" A smaller Jacobian trace does not by itself mean a smaller gradient." if is_trace_misleading else "")
         )
     sentences["samples"] = (

@@ -12,6 +12,7 @@ from sqrtdk import checks, scales, theory
 from sqrtdk.exercises.estimates import Array, Estimate, estimate_mean
 from sqrtdk.exercises.gaussian_rows import POLICIES, require_counts, require_size
 from sqrtdk.records.record import Record
+from sqrtdk.wording.numbers import write_number
 
 _BLOCK = 2**20
 _FEWEST_SAMPLES = 1000  # with 100 the interval held the truth in 88 of 100 seeds at dₖ = 1
@@ -110,20 +111,21 @@ def _read(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
     without_scaling = [row for row in rows if row["scale"] == "none"]
     sentences = {
         f"no scaling, d_k {row['d_k']}": (
-            f"dₖ = {row['d_k']}: with no scaling scores have standard deviation {row['measured']:.4g} (95% interval "
-            f"{row['low']:.4g} to {row['high']:.4g}, {row['samples']} pairs, seed {row['seed']}). √dₖ = "
-            f"{row['predicted']:.4g} lies {'inside' if row['inside'] else 'outside'} the interval."
+            f"dₖ = {row['d_k']}: with no scaling scores have standard deviation {write_number(row['measured'])} (95% "
+            f"interval {write_number(row['low'])} to {write_number(row['high'])}, {row['samples']} pairs, seed "
+            f"{row['seed']}). √dₖ = {write_number(row['predicted'])} lies {'inside' if row['inside'] else 'outside'} "
+            "the interval."
         )
         for row in without_scaling
     }
     after_sqrt = [row["measured"] for row in rows if row["scale"] == "sqrt"]
     after_inverse = [row["measured"] for row in rows if row["scale"] == "inverse"]
     sizes = [row["d_k"] for row in without_scaling]
-    after = f"{after_inverse[0]:.3g} at dₖ = {sizes[0]}"
+    after = f"{write_number(after_inverse[0], 3)} at dₖ = {sizes[0]}"
     sentences["scaled"] = (
         f"Divided by √dₖ, the standard deviation is {after_sqrt[0]:.3f}. Divided by dₖ, it is {after}."
         if len(sizes) == 1
         else f"Divided by √dₖ, the standard deviation is {min(after_sqrt):.3f} to {max(after_sqrt):.3f} at every size. "
-        f"Divided by dₖ, it is {after} and {after_inverse[-1]:.3g} at dₖ = {sizes[-1]}."
+        f"Divided by dₖ, it is {after} and {write_number(after_inverse[-1], 3)} at dₖ = {sizes[-1]}."
     )
     return sentences

@@ -14,7 +14,7 @@ from sqrtdk.lab.tasks import Task, get
 from sqrtdk.records.record import Record
 from sqrtdk.show.table import count
 from sqrtdk.wording.names import name_setting
-from sqrtdk.wording.numbers import write_loss, write_percent
+from sqrtdk.wording.numbers import write_loss, write_number, write_percent
 
 _CURVE_COLUMNS = ("scale", "seed", "init", "qk_step", "lr", "d_k")
 
@@ -198,7 +198,7 @@ def _read_learned(row: Mapping[str, Any]) -> str:
         f"{_name(row)}: τ/√dₖ went from 1 to {layers} (medians of the seeds), single heads from {least:.3f} to "
         f"{largest:.3f}"
         + (
-            f"; over the queries of a head ln τ has a standard deviation of {spread:.2g} (0 at the start)"
+            f"; over the queries of a head ln τ has a standard deviation of {write_number(spread, 2)} (0 at the start)"
             if spread
             else ""
         )
@@ -218,7 +218,7 @@ OUTCOMES = {
 def _read_comparison(row: Mapping[str, Any]) -> str:
     other = f"{name_setting(row['against'], row['against_init'])} (lr {row['against_lr']:g})"
     counts = f"higher in {row['higher']} and lower in {row['lower']} of {count(row['n'], 'seed')}"
-    p = "" if row["holm_p"] is None else f", p = {row['holm_p']:.2g}"
+    p = "" if row["holm_p"] is None else f", p = {write_number(row['holm_p'], 2)}"
     return f"{_name(row)} against {other}: {show_difference(row)}, {counts}{p}; {OUTCOMES[row['outcome']]}."
 
 

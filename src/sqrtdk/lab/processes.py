@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
 
 from sqrtdk import checks
-from sqrtdk.children import Child
+from sqrtdk.children import Child, interrupts_asked
 from sqrtdk.errors import SqrtdkError
 from sqrtdk.lab.spec import RunSpec
-from sqrtdk.lab.store import RunRecord, record_failure
-from sqrtdk.lab.sweep import Curves, Sweep
+from sqrtdk.lab.sweep import Sweep
+from sqrtdk.lab.worker import train_guarded
 from sqrtdk.operation.cpus import count_cpus
 
-_REPORT_SECONDS = 0.2
-# The curves so far go into the store for observers; rarely, as each is a write to the disk.
-_CURVES_SECONDS = 2.0
-# Seconds between two checks of runs that another sweep on the same store trains.
-_OTHERS_SECONDS = 0.5
+# Seconds between two looks whether Ctrl-C was pressed, and seconds for the checkpoints that it asks for.
+_LOOK_SECONDS = 0.2
+_STOP_SECONDS = 3.0
 
 
 class Processes:
@@ -41,6 +39,8 @@ class Processes:
     def execute(self, sweep: Sweep) -> None:
         """Train what is pending.
 
+        Ctrl-C lets every run write a checkpoint before it is raised, a second one is raised at once.
+
         Raises:
             SqrtdkError: the worker processes cannot start.
         """
@@ -48,12 +48,11 @@ class Processes:
         if count > 1:
             self._run_in_processes(sweep, count)
             return
-        while sweep.pending:
-            job = sweep.take()
-            if job is not None:
-                sweep.finish(job, _train_guarded(job, partial(sweep.advance, job)))
-            elif sweep.pending:
-                time.sleep(_OTHERS_SECONDS)
+        with interrupts_asked() as is_stopped:
+            while (job := sweep.take()) is not None:
+                sweep.finish(job.spec, train_guarded(job, partial(sweep.advance, job.spec), is_stopped))
+                if is_stopped():
+                    raise KeyboardInterrupt
 
     def prepare(self) -> None:
         """Start the processes now: they import torch while the caller does something else."""
@@ -68,20 +67,21 @@ class Processes:
     def _run_in_processes(self, sweep: Sweep, count: int) -> None:
         busy: list[_Worker] = []
         try:
-            while sweep.pending:
-                for _ in range(min(count, len(sweep.pending))):
+            with interrupts_asked() as is_stopped:
+                for _ in range(count):
                     self._engage(sweep, busy)
-                while busy:
+                while busy and not is_stopped():
                     self._listen(sweep, busy)
-                if sweep.pending:
-                    time.sleep(_OTHERS_SECONDS)
+                if is_stopped():
+                    _stop(sweep, busy)
+                    raise KeyboardInterrupt
         finally:
             for worker in busy:
                 worker.child.stop()
 
     def _listen(self, sweep: Sweep, busy: list[_Worker]) -> None:
         """Hear the workers that have something to say; let others go on with what is pending."""
-        for ready in wait([worker.child.connection for worker in busy]):
+        for ready in wait([worker.child.connection for worker in busy], _LOOK_SECONDS):
             worker = next(item for item in busy if item.child.connection is ready)
             if _hear(sweep, worker):
                 continue
@@ -110,37 +110,22 @@ class Processes:
         busy.append(_start_worker())
 
 
-def _train_guarded(spec: RunSpec, report: Callable[[int, Curves | None], None]) -> RunRecord:
-    from sqrtdk.lab import train  # torch loads here, in the process that trains
-
-    told = shown = time.monotonic()
-
-    def report_sometimes(step: int, curves: Curves) -> None:
-        nonlocal told, shown
-        now = time.monotonic()
-        if now - told >= _REPORT_SECONDS:
-            told = now
-            is_due = now - shown >= _CURVES_SECONDS
-            shown = now if is_due else shown
-            report(step, curves if is_due else None)
-
-    try:
-        return train.train(spec, report_sometimes)
-    except Exception as error:  # one run's failure must not lose the others; the record carries the message
-        return record_failure(spec, f"{type(error).__name__}: {error}")
-
-
 def _serve(connection: Connection) -> None:
-    """Serve as a worker: take a spec, report its steps, hand back its record, until the other end closes.
+    """Serve as a worker: take a job, report its steps, hand back its record, until the other end closes.
 
-    A report that a running training cannot send ends it the same way.
+    A report that a running training cannot send ends it the same way. Whatever comes while it trains asks it to stop.
     """
     from sqrtdk.lab import train  # noqa: F401  torch loads before it is waited for
 
     connection.send(("ready", None))
     while True:
-        spec = connection.recv()
-        record = _train_guarded(spec, lambda step, curves: connection.send(("step", (step, curves))))
+        job = connection.recv()
+        if job is None:  # asked to stop, when the run had just ended
+            return
+        try:
+            record = train_guarded(job, lambda report: connection.send(("step", report)), connection.poll)
+        except KeyboardInterrupt:
+            return
         connection.send(("record", record))
 
 
@@ -168,7 +153,7 @@ def _hear(sweep: Sweep, worker: _Worker) -> bool:
         return False
     if kind == "step":
         assert worker.spec is not None
-        sweep.advance(worker.spec, *content)
+        sweep.advance(worker.spec, content)
         return True
     if kind == "record":
         assert worker.spec is not None
@@ -180,15 +165,31 @@ def _hear(sweep: Sweep, worker: _Worker) -> bool:
 
 def _give_next(sweep: Sweep, worker: _Worker) -> bool:
     """Send a worker its next run; False if there is none, or no worker any more, whose run then waits for another."""
-    worker.spec = sweep.take()
-    if worker.spec is None:
+    job = sweep.take()
+    if job is None:
         return False
     try:
-        worker.child.connection.send(worker.spec)
+        worker.child.connection.send(job)
     except OSError:
-        sweep.pending.appendleft(worker.spec)
+        sweep.pending.appendleft(job.spec)
         return False
+    worker.spec = job.spec
     return True
+
+
+def _stop(sweep: Sweep, busy: list[_Worker]) -> None:
+    """Ask the workers for a last checkpoint, keep those that come in time, and what has finished meanwhile."""
+    training = [worker for worker in busy if worker.spec is not None]
+    sweep.pending.clear()
+    for worker in training:
+        with suppress(OSError):
+            worker.child.connection.send(None)
+    deadline = time.monotonic() + _STOP_SECONDS
+    while training and (left := deadline - time.monotonic()) > 0:
+        for ready in wait([worker.child.connection for worker in training], left):
+            worker = next(item for item in training if item.child.connection is ready)
+            if not _hear(sweep, worker):
+                training.remove(worker)
 
 
 def _note_death(sweep: Sweep, worker: _Worker) -> None:
@@ -199,4 +200,4 @@ def _note_death(sweep: Sweep, worker: _Worker) -> None:
             'top level is guarded by `if __name__ == "__main__":`, or give Processes(1)'
         )
     if worker.spec is not None:
-        sweep.finish(worker.spec, record_failure(worker.spec, f"the worker process ended with exit code {code}"))
+        sweep.lose(worker.spec, f"the worker process ended with exit code {code}")

@@ -10,6 +10,7 @@ from typing import Any
 
 from sqrtdk.lab.outcomes import setting_of
 from sqrtdk.lab.spec import CONTROLS, AblationSpec, Choice
+from sqrtdk.records.json import round_numbers
 from sqrtdk.records.record import Record
 
 __all__ = ["COMMAND", "SHIPPED", "chosen_rates", "compact", "load_ablation"]
@@ -27,7 +28,6 @@ COMMAND = (
 _RUN_COLUMNS = ("scale", "d_k", "seed", "init", "qk_step", "lr", "status", "final_loss", "solved", "steps_to_threshold")
 _CURVE_COLUMNS = ("scale", "d_k", "seed", "init", "qk_step", "lr", "step", "loss", "entropy_ratio")
 _STRIDE = 4
-_DIGITS = 4
 
 
 @cache
@@ -59,7 +59,7 @@ def compact(record: Record, date: str) -> Record:
         date: the day on which it was trained.
     """
     tables = {
-        name: [_keep(row, _RUN_COLUMNS) if name.endswith("runs") else _shorten(row) for row in rows]
+        name: [_keep(row, _RUN_COLUMNS) if name.endswith("runs") else round_numbers(row) for row in rows]
         for name, rows in record.tables.items()
         if name != "summary"
     }
@@ -74,7 +74,7 @@ def compact(record: Record, date: str) -> Record:
 
 
 def _keep(row: Any, columns: tuple[str, ...]) -> dict[str, Any]:
-    return {name: _shorten(row[name]) for name in columns}
+    return {name: round_numbers(row[name]) for name in columns}
 
 
 def _thin_out(run: dict[str, Any]) -> dict[str, Any]:
@@ -82,11 +82,3 @@ def _thin_out(run: dict[str, Any]) -> dict[str, Any]:
         name: [*values[:-1:_STRIDE], values[-1]] if isinstance(values, list) and values else values
         for name, values in run.items()
     }
-
-
-def _shorten(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _shorten(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_shorten(item) for item in value]
-    return float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value

@@ -21,7 +21,7 @@ SELECTION_SEED = 1000
 """The first of the seeds on which learning rates are chosen."""
 
 # Part of every run's hash: raise it when the code changes what a run leaves, so that old runs are not reused.
-REVISION = 5
+REVISION = 6
 
 
 def query_key_factor(name: str, d_k: int) -> float:
@@ -49,7 +49,7 @@ class RunSpec:
     """One training run. Equal specs give equal numbers; runs that differ only in `scale` see the same data.
 
     Args:
-        task: ``"recall"`` or ``"text"``.
+        task: ``"recall"``, ``"text"`` or ``"digits"``.
         scale: a registered scaling policy by name, parameters as in ``"fixed:10"``, or one that learns:
             ``"learned"``, ``"query"``, ``"position"``, ``"qk_norm"`` (``"qk_norm:1"`` has a fixed gain of 1).
         d_k: length of a head's queries and keys; values have length d_model / heads whatever d_k is.
@@ -70,6 +70,8 @@ class RunSpec:
         record_every: steps from one point of the curves to the next.
         start_scale: train with this policy for `start_steps` first, then swap to `scale`; None: no swap.
         start_steps: updates before the swap.
+        stop_above: end the run as diverged when the training loss of a point exceeds so many times the loss of a
+            guess; None: only when a loss is not finite.
 
     >>> RunSpec(scale="sqrt").key == RunSpec(scale="sqrt", seed=1).key
     False
@@ -92,6 +94,7 @@ class RunSpec:
     record_every: int = 10
     start_scale: str | None = None
     start_steps: int = 0
+    stop_above: float | None = None
 
     def __post_init__(self) -> None:
         tasks.get(self.task, self.task_parameters)
@@ -101,6 +104,8 @@ class RunSpec:
         for name in ("seed", "feedforward", "start_steps"):
             object.__setattr__(self, name, checks.integer(name, getattr(self, name), 0))
         object.__setattr__(self, "lr", checks.number("lr", self.lr, above=0.0))
+        if self.stop_above is not None:
+            object.__setattr__(self, "stop_above", checks.number("stop_above", self.stop_above, above=1.0))
         if self.init not in INITS:
             raise unknown_name("init", self.init, list(INITS))
         if self.qk_step not in STEPS:
@@ -126,8 +131,8 @@ class RunSpec:
         return tasks.get(self.task, self.task_parameters)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields as plain values, the task's parameters complete."""
-        return {**asdict(self), "task_parameters": asdict(self.make_task())}
+        """Return the fields as plain values, the task's parameters complete; without `stop_above` where it is None."""
+        return _leave_out_none({**asdict(self), "task_parameters": asdict(self.make_task())})
 
     @property
     def key(self) -> str:
@@ -161,7 +166,8 @@ class AblationSpec:
     only that one is trained with `seeds`.
 
     Args:
-        task, steps, batch, layers, d_model, heads, feedforward, task_parameters, record_every: as in `RunSpec`.
+        task, steps, batch, layers, d_model, heads, feedforward, task_parameters, record_every, stop_above: as in
+            `RunSpec`.
         scales: scaling policies by name, those that learn included.
         d_ks: lengths of queries and keys.
         seeds: how many seeds (0, 1, …), or the seeds themselves.
@@ -190,6 +196,7 @@ class AblationSpec:
     feedforward: int = 0
     task_parameters: Mapping[str, Any] = field(default_factory=dict)
     record_every: int = 10
+    stop_above: float | None = None
     selection: int = 4
     rates: Mapping[Choice, float] = field(default_factory=dict)
 
@@ -242,17 +249,27 @@ class AblationSpec:
         """Return the fields as plain values, seeds and the task's parameters listed in full."""
         task = tasks.get(self.task, self.task_parameters)
         plain = {name: list(getattr(self, name)) for name in ("scales", "d_ks", "lrs", "inits", "also")}
-        return {
-            **{name: getattr(self, name) for name in _SHARED},
-            **plain,
-            "seeds": list_seeds(self.seeds),
-            "selection_seeds": self.selection_seeds,
-            "rates": [{**choice._asdict(), "lr": lr} for choice, lr in self.rates.items()],
-            "task_parameters": asdict(task),
-        }
+        return _leave_out_none(
+            {
+                **{name: getattr(self, name) for name in _SHARED},
+                **plain,
+                "seeds": list_seeds(self.seeds),
+                "selection_seeds": self.selection_seeds,
+                "rates": [{**choice._asdict(), "lr": lr} for choice, lr in self.rates.items()],
+                "task_parameters": asdict(task),
+            }
+        )
 
 
-_SHARED = ("task", "steps", "heads", "layers", "d_model", "batch", "feedforward", "task_parameters", "record_every")
+_SHARED = (
+    *("task", "steps", "heads", "layers", "d_model", "batch", "feedforward", "task_parameters", "record_every"),
+    "stop_above",
+)
+
+
+def _leave_out_none(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a spec without `stop_above` where it is None: rows and records stay as they were."""
+    return {name: value for name, value in fields.items() if name != "stop_above" or value is not None}
 
 
 def list_seeds(seeds: int | Sequence[int]) -> list[int]:

@@ -1,20 +1,19 @@
-"""Store of finished runs and records in one SQLite file, which survives a kill and serves several sweeps."""
+"""Store of finished runs and records in one SQLite file, which survives a kill; one process writes, any may read."""
 
 from __future__ import annotations
 
 import json
-import os
-import socket
+import sqlite3
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from sqrtdk.errors import SqrtdkError, warn
+from sqrtdk.errors import InvalidValueError, SqrtdkError, warn
+from sqrtdk.lab.checkpoints import Checkpoints
 from sqrtdk.lab.spec import RunSpec
 from sqrtdk.lab.store_file import (
     BUSY_SECONDS,
@@ -29,6 +28,7 @@ from sqrtdk.lab.store_file import (
     select,
     unseal,
 )
+from sqrtdk.lab.store_lock import StoreLock
 from sqrtdk.records.record import Record, spec_hash, versions
 
 CURVES = (
@@ -81,7 +81,8 @@ class Store:
     """Finished runs by their spec's hash, and finished records by kind and spec; each is committed as it is put.
 
     Every row has a checksum. A row that is damaged is left out with a warning that names it; the others are read.
-    `is_new` says that a file that is only read is just being made.
+    `is_new` says that a file that is only read is just being made. One process at a time has a store open to write;
+    `checkpoints` has the unfinished runs, in the folder `runs.checkpoints` beside `runs.sqlite`.
 
     Args:
         path: the SQLite file, made if it is not there; None keeps the runs in memory.
@@ -92,7 +93,8 @@ class Store:
     Raises:
         InvalidValueError: the file is not such a store, of a later version, cannot be written, or its folder does not
             exist. The file is left as it was.
-        SqrtdkError: the file is damaged, or the disk is full; from `get` and `put` too.
+        SqrtdkError: another process writes the store (the message says who), the file is damaged, or the disk is full;
+            the last two from `get` and `put` too.
 
     >>> with Store(None) as store:
     ...     store.put(RunSpec(), RunRecord({"status": "done", "final_loss": 0.5}))
@@ -110,8 +112,6 @@ class Store:
     ) -> None:
         self._path = None if path is None else Path(path)
         self._stack = ExitStack()
-        self._owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex}"
-        self._claims: set[str] = set()
         self._on_damage = on_damage
         self.is_new = False
         if read_only and self._path is not None:
@@ -126,8 +126,18 @@ class Store:
                 self._stack.close()
                 raise
         else:
-            self._connection = connect(self._path)
-            self._stack.callback(self._connection.close)
+            if self._path is not None:
+                self._stack.callback(StoreLock(self._path).release)
+            try:
+                self._connection = connect(self._path)
+            except BaseException:
+                self._stack.close()
+                raise
+            self._stack.callback(self._close_to_write)
+        beside = None
+        if self._path is not None:
+            beside = self._path.with_name(self._path.name.removesuffix(".sqlite") + ".checkpoints")
+        self.checkpoints = Checkpoints(beside, on_damage)
 
     def get(self, spec: RunSpec) -> RunRecord | None:
         """Return the finished run of this spec; None if it is missing, failed or damaged."""
@@ -151,40 +161,16 @@ class Store:
         with in_words(self._path):
             self._insert("runs", values)
             self._connection.execute("DELETE FROM running WHERE key = ?", (spec.key,))
-        self._claims.discard(spec.key)
-
-    def claim(self, spec: RunSpec) -> bool:
-        """Claim a run for this process; False if another live process has claimed it, or it is finished.
-
-        A claim lasts while `put_running` renews it, for half a minute at most without, and until `put` or `close`.
-        """
-        if self._path is None:
-            return True
-        with in_words(self._path):
-            self._connection.execute("BEGIN IMMEDIATE")
-            try:
-                stored = self._connection.execute(
-                    "SELECT owner, seen FROM running WHERE key = ?", (spec.key,)
-                ).fetchone()
-                is_free = stored is None or not _is_held(stored[0].decode(), stored[1], self._owner)
-                # Another process may have finished it since the last search.
-                is_free = is_free and self.get(spec) is None
-                if is_free:
-                    self._insert("running", (spec.key, json.dumps(spec.as_dict()), 0, "{}", time.time(), self._owner))
-            finally:
-                self._connection.execute("COMMIT")
-        if is_free:
-            self._claims.add(spec.key)
-        return is_free
+        if record.row["status"] != "failed":  # a run that failed goes on from there when it is tried again
+            self.checkpoints.drop(spec.key)
 
     def put_running(self, spec: RunSpec, step: int, curves: Mapping[str, Sequence[float]]) -> None:
         """Publish the progress of an unfinished run for observers; it is never taken for a result."""
         if self._path is None:
             return
-        values = (spec.key, json.dumps(spec.as_dict()), step, _write_curves(curves), time.time(), self._owner)
+        values = (spec.key, json.dumps(spec.as_dict()), step, _write_curves(curves), time.time())
         with in_words(self._path):
             self._insert("running", values)
-        self._claims.add(spec.key)
 
     def put_record(self, record: Record) -> None:
         """Keep a finished record in place of one of the same kind and spec; committed when this returns."""
@@ -219,6 +205,33 @@ class Store:
         chosen = "" if keys is None else f"WHERE key IN ({', '.join('?' * len(keys))})"
         rows = self._select("runs", f"{chosen} ORDER BY finished DESC, key LIMIT {most}", *(keys or ()))
         return [row for _, row in rows]
+
+    def complete(self, beginning: str) -> str:
+        """Return the one key that begins so, of a finished run or of a checkpoint.
+
+        Raises:
+            InvalidValueError: no run begins so, or several do.
+        """
+        with in_words(self._path):
+            rows = self._connection.execute(
+                "SELECT key FROM runs WHERE substr(key, 1, ?) = ?", (len(beginning), beginning)
+            )
+            stored = {key.decode() for (key,) in rows}
+        found = sorted(stored | {key for key in self.checkpoints.list_keys() if key.startswith(beginning)})
+        if len(found) != 1:
+            several = f"{beginning!r}, the beginning of {', '.join(found[:5])}" if found else f"{beginning!r}, unknown"
+            raise InvalidValueError("KEY", f"must be the beginning of one run's key, got {several}")
+        return found[0]
+
+    def delete(self, keys: Sequence[str]) -> int:
+        """Delete runs and their checkpoints, and return how many there were."""
+        deleted = 0
+        for key in keys:
+            with in_words(self._path):
+                rows = self._connection.execute("DELETE FROM runs WHERE key = ?", (key,)).rowcount
+            deleted += bool(rows) or key in self.checkpoints.list_keys()
+            self.checkpoints.drop(key)
+        return deleted
 
     def running(self, most: int) -> list[dict[str, Any]]:
         """Return the rows of unfinished runs that were heard of lately, with their curves so far."""
@@ -260,13 +273,14 @@ class Store:
         with in_words(self._path):
             return int(self._connection.execute("SELECT COUNT(*) FROM runs").fetchone()[0])
 
+    def _close_to_write(self) -> None:
+        with suppress(sqlite3.Error):  # what ends here is cleared when the store is opened next, too
+            self._connection.execute("DELETE FROM running")
+        self._connection.close()
+        self.checkpoints.close()
+
     def close(self) -> None:
-        """Give up the claims on runs that were not finished, and close the file."""
-        if self._claims:
-            with in_words(self._path):
-                marks = ", ".join("?" * len(self._claims))
-                self._connection.execute(f"DELETE FROM running WHERE key IN ({marks})", list(self._claims))
-            self._claims.clear()
+        """Close the file and let others write it."""
         self._stack.close()
 
     def __enter__(self) -> Store:
@@ -280,19 +294,3 @@ class Store:
 
 def _write_curves(curves: Mapping[str, Sequence[float]]) -> str:
     return json.dumps({name: list(values) for name, values in curves.items()})
-
-
-def _is_held(owner: str, seen: float, own: str) -> bool:
-    """Tell whether another process that is alive has claimed a run."""
-    if owner in ("", own) or time.time() - seen > _SILENT_SECONDS:
-        return False
-    host, process, _ = owner.split(":")
-    if host != socket.gethostname():
-        return True
-    try:
-        os.kill(int(process), 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

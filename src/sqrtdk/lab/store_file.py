@@ -23,7 +23,7 @@ BUSY_SECONDS = 60.0
 COLUMNS = {
     "runs": ("key", "status", "spec", "row", "curves", "versions", "finished"),
     "records": ("kind", "spec_hash", "content", "finished"),
-    "running": ("key", "spec", "step", "curves", "seen", "owner"),
+    "running": ("key", "spec", "step", "curves", "seen"),
 }
 """The columns of each table, `checksum` not among them: the seal of a row is that of all of these."""
 
@@ -57,7 +57,6 @@ CREATE TABLE IF NOT EXISTS running (
     step INTEGER NOT NULL,
     curves TEXT NOT NULL,
     seen REAL NOT NULL,
-    owner TEXT NOT NULL DEFAULT '',
     checksum TEXT
 )
 """,
@@ -67,7 +66,7 @@ CREATE TABLE IF NOT EXISTS running (
 _ADDED = {
     "runs": {"checksum": "TEXT"},
     "records": {"checksum": "TEXT"},
-    "running": {"owner": "TEXT NOT NULL DEFAULT ''", "checksum": "TEXT"},
+    "running": {"checksum": "TEXT"},
 }
 
 
@@ -92,6 +91,8 @@ def connect(path: Path | None) -> sqlite3.Connection:
                 for name, kind in added.items():
                     if name not in present:
                         connection.execute(f"ALTER TABLE {table} ADD COLUMN {name} {kind}")
+            # Nobody else has the store open to write: what a killed process had begun is not running.
+            connection.execute("DELETE FROM running")
             connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             connection.execute(f"PRAGMA user_version = {STORE_VERSION}")
             connection.execute("COMMIT")

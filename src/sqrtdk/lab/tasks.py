@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sqrtdk import checks
-from sqrtdk.errors import InvalidValueError, unknown_name
+from sqrtdk.errors import InvalidValueError, missing_extra, unknown_name
 
 Codes = npt.NDArray[np.int64]
 
@@ -77,6 +77,11 @@ class Task(ABC):
     def chance_loss(self) -> float:
         """Return the loss in nats of a uniform guess."""
         return math.log(self.alphabet)
+
+    @classmethod
+    @abstractmethod
+    def parameters_at(cls, length: int) -> dict[str, Any]:
+        """Return the parameters with which a sequence has this length; a length that cannot be is an error."""
 
     @abstractmethod
     def sample(self, rng: np.random.Generator, size: int) -> Batch:
@@ -143,6 +148,17 @@ class Recall(Task):
     def data_hash(self) -> None:
         """None: the sequences are generated."""
         return None
+
+    @classmethod
+    def parameters_at(cls, length: int) -> dict[str, Any]:
+        """Return a third of the length as pairs, and as many symbols as pairs or the default, whichever is more.
+
+        >>> Recall.parameters_at(96)
+        {'pairs': 32, 'symbols': 32}
+        """
+        if length % 3 or length < 3:
+            raise InvalidValueError("lengths", f"of recall must be multiples of 3, got {length}")
+        return {"pairs": length // 3, "symbols": max(length // 3, cls.symbols)}
 
     def sample(self, rng: np.random.Generator, size: int) -> Batch:
         """Sample `size` new sequences."""
@@ -243,6 +259,11 @@ class Text(Task):
         """Return the SHA-256 of the whole input."""
         return _read_corpus().sha256
 
+    @classmethod
+    def parameters_at(cls, length: int) -> dict[str, Any]:
+        """Return the length as the context."""
+        return {"context": length}
+
     def sample(self, rng: np.random.Generator, size: int) -> Batch:
         """Sample `size` windows anywhere in the training input."""
         training = _read_corpus().training
@@ -259,16 +280,126 @@ class Text(Task):
         return Batch(windows[:, :-1], windows[:, 1:])
 
 
-_TASKS: dict[str, type[Task]] = {task.name: task for task in (Recall, Text)}
+_PIXELS = 64
+_LEVELS = 17
+_HELD_OUT_IMAGES = 5
+
+
+@dataclass(frozen=True)
+class _Images:
+    training: Batch
+    held_out: Batch
+    sha256: str
+
+
+@lru_cache(maxsize=1)
+def _read_images() -> _Images:
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise missing_extra("scikit-learn", "digits") from None
+    data = load_digits()
+    pixels, classes = data.data.astype(np.int64), data.target.astype(np.int64)[:, None]
+    is_held_out = np.arange(len(pixels)) % _HELD_OUT_IMAGES == _HELD_OUT_IMAGES - 1
+    return _Images(
+        training=Batch(pixels[~is_held_out], classes[~is_held_out]),
+        held_out=Batch(pixels[is_held_out], classes[is_held_out]),
+        sha256=hashlib.sha256(pixels.tobytes() + classes.tobytes()).hexdigest(),
+    )
+
+
+@dataclass(frozen=True)
+class Digits(Task):
+    """Handwritten digits of scikit-learn: 64 pixels of 17 grey levels, row by row; at the last the answer is the digit.
+
+    1797 images of 8 × 8 pixels (the test set of UCI's optical recognition data). Every fifth is held out.
+    """
+
+    name = "digits"
+
+    def __post_init__(self) -> None:
+        _read_images()  # without scikit-learn there is no such task
+
+    @property
+    def alphabet(self) -> int:
+        """Return the number of grey levels; the ten digits are among them."""
+        return _LEVELS
+
+    @property
+    def length(self) -> int:
+        """Return the number of pixels."""
+        return _PIXELS
+
+    @property
+    def answers(self) -> int:
+        """One, at the last pixel."""
+        return 1
+
+    @property
+    def chance_loss(self) -> float:
+        """Return the loss in nats of a guess among ten digits."""
+        return math.log(10)
+
+    @property
+    def threshold(self) -> float:
+        """Return half the loss of a guess."""
+        return self.chance_loss / 2.0
+
+    @property
+    def solved_when(self) -> str:
+        """Return the threshold in words."""
+        return (
+            f"digits counts as solved when the held-out loss is below {self.threshold:.3f} nats, "
+            f"half of chance (ln 10 = {self.chance_loss:.3f})"
+        )
+
+    @property
+    def data_hash(self) -> str:
+        """Return the SHA-256 of pixels and digits."""
+        return _read_images().sha256
+
+    @classmethod
+    def parameters_at(cls, length: int) -> dict[str, Any]:
+        """Return nothing: the images have 64 pixels."""
+        if length != _PIXELS:
+            raise InvalidValueError("lengths", f"of digits must be {_PIXELS}, the pixels of an image, got {length}")
+        return {}
+
+    def sample(self, rng: np.random.Generator, size: int) -> Batch:
+        """Sample `size` images of the training part."""
+        images = _read_images().training
+        chosen = rng.integers(0, len(images.tokens), size)
+        return Batch(images.tokens[chosen], images.targets[chosen])
+
+    def held_out(self) -> Batch:
+        """Return every fifth image."""
+        return _read_images().held_out
+
+
+_TASKS: dict[str, type[Task]] = {task.name: task for task in (Recall, Text, Digits)}
 
 
 def names() -> list[str]:
     """Return the names of the tasks.
 
     >>> names()
-    ['recall', 'text']
+    ['recall', 'text', 'digits']
     """
     return list(_TASKS)
+
+
+def parameters_at(name: str, length: int | None) -> dict[str, Any]:
+    """Return the parameters with which a task's sequences have a length; None: the task's own.
+
+    >>> parameters_at("recall", 12)
+    {'pairs': 4, 'symbols': 16}
+
+    Raises:
+        InvalidValueError: unknown task, or a length that the task cannot have.
+    """
+    if name not in _TASKS:
+        raise unknown_name("task", name, names())
+    return {} if length is None else _TASKS[name].parameters_at(checks.integer("lengths", length, 1))
 
 
 def get(name: str, parameters: Mapping[str, Any] | None = None) -> Task:

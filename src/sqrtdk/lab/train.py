@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -9,10 +10,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import safetensors.torch
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from sqrtdk.errors import warn
+from sqrtdk.lab.checkpoints import describe_machine, read_state, seal
 from sqrtdk.lab.spec import RunSpec, query_key_factor
 from sqrtdk.lab.store import CURVES, RunRecord, identify_run
 from sqrtdk.lab.tasks import Batch
@@ -22,10 +26,10 @@ from sqrtdk.scales import LEARNABLE
 _DATA_STREAM = 0
 _EPS = 1e-8  # torch's own default
 
-Report = Callable[[int, Mapping[str, list[float]]], None]
+Report = Callable[[int, Mapping[str, list[float]], Callable[[], bytes]], None]
 
 
-def train(spec: RunSpec, report: Report | None = None) -> RunRecord:
+def train(spec: RunSpec, report: Report | None = None, checkpoint: bytes | None = None) -> RunRecord:
     """Train one model on one thread and judge it on held-out data.
 
     The curves have a point every `record_every` steps and one at the last step. A step's number is how many updates
@@ -34,16 +38,26 @@ def train(spec: RunSpec, report: Report | None = None) -> RunRecord:
 
     Args:
         spec: what to train.
-        report: called with the number of updates done and the curves so far, after each update.
+        report: called after each update with the number of updates done, the curves so far, and a function that
+            returns a checkpoint.
+        checkpoint: goes on from here, to the bit as if nothing had been interrupted. A checkpoint of another spec,
+            other versions or another CPU level is not used, with a warning.
 
     Returns:
-        The record; its status is ``"diverged"`` as soon as a loss is not finite.
+        The record; its status is ``"diverged"`` as soon as a loss is not finite or passes `stop_above`, and
+        `diverged_at` says after how many updates.
     """
-    began = time.perf_counter()
-    with _one_thread():
+    with _one_thread(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(spec.seed)
         run = _Run(spec, report)
+        if checkpoint is not None:
+            try:
+                run.restore(checkpoint)
+            except (ValueError, KeyError, RuntimeError) as error:
+                warn(f"the checkpoint of run {spec.key} cannot be used ({error}); the run begins again")
+                run = _Run(spec, report)
         outcome = run.execute()
-    row = {**identify_run(spec), **outcome, "seconds": round(time.perf_counter() - began, 3)}
+    row = {**identify_run(spec), **outcome, "seconds": round(run.elapsed(), 3)}
     return RunRecord(row=row, curves=run.curves)
 
 
@@ -69,25 +83,32 @@ class _Run:
         self.rng = np.random.default_rng([_DATA_STREAM, spec.seed])
         self.curves: dict[str, list[float]] = {name: [] for name in CURVES}
         self.report = report
+        self.step = 0
+        # Of the batches since the last point of the curves.
+        self.losses: list[float] = []
+        self.accuracies: list[float] = []
+        self.outcome: dict[str, Any] = {}
+        self.seconds = 0.0  # before the checkpoint that the run went on from
+        self.began = time.perf_counter()
 
     def execute(self) -> dict[str, Any]:
         """Train, with the swap if there is one, and return the status."""
-        spec, outcome = self.spec, dict[str, Any]()
-        if spec.start_scale is not None:
+        spec = self.spec
+        if spec.start_scale is not None and "start_loss" not in self.outcome:
             self.model.set_scale(spec.start_scale)
-            finite = self.advance(0, spec.start_steps)
-            outcome["start_loss"], outcome["start_accuracy"] = self.evaluate()
+            finite = self.advance(spec.start_steps)
+            self.outcome["start_loss"], self.outcome["start_accuracy"] = self.evaluate()
             self.model.set_scale(spec.scale)
-            outcome["swapped_loss"], outcome["swapped_accuracy"] = self.evaluate()
+            self.outcome["swapped_loss"], self.outcome["swapped_accuracy"] = self.evaluate()
             if not finite:
-                return {**outcome, **_diverged()}
-        if not self.advance(spec.start_steps, spec.total_steps):
-            return {**outcome, **_diverged()}
+                return self.diverged()
+        if not self.advance(spec.total_steps):
+            return self.diverged()
         loss, accuracy = self.evaluate()
         if loss is None:
-            return {**outcome, **_diverged()}
+            return self.diverged()
         return {
-            **outcome,
+            **self.outcome,
             "status": "done",
             "final_loss": loss,
             "final_accuracy": accuracy,
@@ -96,29 +117,77 @@ class _Run:
             **self.describe_end(),
         }
 
-    def advance(self, first: int, last: int) -> bool:
-        """Do the updates from `first` to `last`; False when the loss stopped being finite."""
-        losses: list[float] = []
-        accuracies: list[float] = []
-        for step in range(first, last):
+    def advance(self, last: int) -> bool:
+        """Do the updates up to `last`; False when the loss stopped being finite or passed `stop_above`."""
+        while self.step < last:
+            step = self.step
             is_point = step % self.spec.record_every == 0 or step == last - 1
             scores, seen, targets = self.ask(self.task.sample(self.rng, self.spec.batch), statistics=is_point)
             loss = functional.cross_entropy(scores, targets)
-            losses.append(loss.item())
-            if not math.isfinite(losses[-1]):
+            self.losses.append(loss.item())
+            if not math.isfinite(self.losses[-1]):
                 return False
-            accuracies.append(_accuracy(scores, targets))
+            self.accuracies.append(_accuracy(scores, targets))
             self.optimiser.zero_grad(set_to_none=True)
             loss.backward()  # type: ignore[no-untyped-call]
             if is_point:
                 grad_q, grad_k = self.model.query_key_gradient_norms()
-                point = {"step": step, "loss": float(np.mean(losses)), "accuracy": float(np.mean(accuracies))}
+                point = {"step": step, "loss": float(np.mean(self.losses)), "accuracy": float(np.mean(self.accuracies))}
                 self.record({**point, "grad_q": grad_q, "grad_k": grad_k, **describe_attention(seen)})
-                losses, accuracies = [], []
+                self.losses, self.accuracies = [], []
+                if self.spec.stop_above is not None and point["loss"] > self.spec.stop_above * self.task.chance_loss:
+                    return False
             self.optimiser.step()
+            self.step = step + 1
             if self.report is not None:
-                self.report(step + 1, self.curves)
+                self.report(self.step, self.curves, self.checkpoint)
         return True
+
+    def checkpoint(self) -> bytes:
+        """Return all that the rest of the run depends on, between two updates."""
+        tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}
+        for index, values in self.optimiser.state_dict()["state"].items():
+            tensors |= {f"optimiser.{index}.{name}": value for name, value in values.items()}
+        tensors["torch"] = torch.get_rng_state()
+        state = {
+            "key": self.spec.key,
+            "machine": describe_machine(),
+            "step": self.step,
+            "curves": self.curves,
+            "losses": self.losses,
+            "accuracies": self.accuracies,
+            "outcome": self.outcome,
+            "generator": self.rng.bit_generator.state,
+            "seconds": self.elapsed(),
+        }
+        return seal(safetensors.torch.save(tensors, {"state": json.dumps(state)}))
+
+    def elapsed(self) -> float:
+        """Return the seconds of the run, those before the checkpoint it went on from included."""
+        return self.seconds + time.perf_counter() - self.began
+
+    def restore(self, checkpoint: bytes) -> None:
+        """Continue from a checkpoint.
+
+        Raises:
+            ValueError, KeyError, RuntimeError: it cannot be used, see `read_state`.
+        """
+        state = read_state(checkpoint, self.spec.key)
+        tensors = safetensors.torch.load(checkpoint)
+        torch.set_rng_state(tensors.pop("torch"))
+        self.model.load_state_dict(
+            {name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")}
+        )
+        moments: dict[int, dict[str, Tensor]] = {}
+        for name, value in tensors.items():
+            if name.startswith("optimiser."):
+                _, index, of_parameter = name.split(".")
+                moments.setdefault(int(index), {})[of_parameter] = value
+        groups = self.optimiser.state_dict()["param_groups"]
+        self.optimiser.load_state_dict({"state": moments, "param_groups": groups})
+        self.rng.bit_generator.state = state["generator"]
+        for name in ("step", "curves", "losses", "accuracies", "outcome", "seconds"):
+            setattr(self, name, state[name])
 
     def record(self, point: dict[str, float]) -> None:
         for name in CURVES:
@@ -143,6 +212,18 @@ class _Run:
         learned = describe_temperature(seen, self.spec.d_k) if self.spec.scale in LEARNABLE else {}
         return {**learned, "measured_heads": describe_heads(seen)}
 
+    def diverged(self) -> dict[str, Any]:
+        """Return the outcome of a run that diverged at the present step."""
+        return {
+            **self.outcome,
+            "status": "diverged",
+            "diverged_at": self.step,
+            "final_loss": None,
+            "final_accuracy": None,
+            "solved": False,
+            "steps_to_threshold": None,
+        }
+
     def steps_to_threshold(self) -> int | None:
         """Updates, counted from the swap if there is one, before the first point whose loss is below the threshold."""
         for step, loss in zip(self.curves["step"], self.curves["loss"], strict=True):
@@ -153,13 +234,3 @@ class _Run:
 
 def _accuracy(scores: Tensor, targets: Tensor) -> float:
     return (scores.argmax(dim=-1) == targets).float().mean().item()
-
-
-def _diverged() -> dict[str, Any]:
-    return {
-        "status": "diverged",
-        "final_loss": None,
-        "final_accuracy": None,
-        "solved": False,
-        "steps_to_threshold": None,
-    }

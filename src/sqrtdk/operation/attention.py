@@ -10,7 +10,7 @@ import numpy.typing as npt
 from sqrtdk import backends
 from sqrtdk.errors import InvalidTypeError, InvalidValueError
 from sqrtdk.operation.arguments import ScaleLike, Window, as_float_array, validate
-from sqrtdk.operation.call import Call, Forward, GradientRequest, Wanted
+from sqrtdk.operation.call import FIELDS, PER_HEAD, Backward, Call, Forward, GradientRequest, PerHead, Wanted
 from sqrtdk.operation.engines.choose import Engine, choose
 from sqrtdk.operation.engines.kernel import KERNEL
 from sqrtdk.operation.engines.reference import REFERENCE_ENGINE, sum_to
@@ -142,7 +142,8 @@ def attention(
     """
     if unknown:
         raise explain_unknown(attention, unknown)
-    call = validate(q, k, v, scale, mask, causal, causal_offset, window, softcap, sinks, alibi)
+    per_head = None if sinks is None and alibi is None else {"sinks": sinks, "alibi": alibi}
+    call = validate(q, k, v, scale, mask, causal, causal_offset, window, softcap, per_head)
     plan = backends.plan()
     wanted = Wanted(statistics, weights)
     engine = _choose(call, wanted, plan)
@@ -223,7 +224,8 @@ def attention_gradients(
     """
     if unknown:
         raise explain_unknown(attention_gradients, unknown)
-    call = validate(q, k, v, scale, mask, causal, causal_offset, window, softcap, sinks, alibi)
+    per_head = None if sinks is None and alibi is None else {"sinks": sinks, "alibi": alibi}
+    call = validate(q, k, v, scale, mask, causal, causal_offset, window, softcap, per_head)
     grad = as_float_array("grad_output", grad_output)
     expected = (*call.query.shape[:-1], call.d_v)
     if grad.shape != expected:
@@ -242,12 +244,21 @@ def attention_gradients(
             to_query, to_key = call.policy.pull_back(
                 _widen(call.query), _widen(call.key), to_query.astype(np.float64), to_key.astype(np.float64)
             )
-    axes = tuple(axis for axis in range(len(call.rows)) if axis != len(call.rows) - 2)
     return Gradients(
         query=_narrow(to_query, dtype),
         key=_narrow(to_key, dtype),
         value=_narrow(gradients.value, dtype),
         scale=gradients.scale,
-        sinks=None if call.sinks is None else gradients.sinks.sum(axis=axes).reshape(-1),
-        alibi=None if alibi is None else sum_to(gradients.alibi, call.alibi.shape).reshape(np.shape(alibi)),
+        **{name: _sum_per_head(gradients, call, name, per_head) for name in PER_HEAD},
     )
+
+
+def _sum_per_head(gradients: Backward, call: Call, name: str, per_head: PerHead) -> Array | None:
+    """Return the gradient of a field per head, summed over the rows to the shape of its argument."""
+    if per_head is None or per_head[name] is None:
+        return None
+    per_row, field = getattr(gradients, name), getattr(call, name)
+    if FIELDS[name].lacks == 2:
+        axes = tuple(axis for axis in range(per_row.ndim) if axis != per_row.ndim - 2)
+        return np.asarray(per_row.sum(axis=axes)).reshape(field.shape)
+    return sum_to(per_row, field.shape).reshape(np.shape(per_head[name]))

@@ -5,7 +5,7 @@ Shape legend: H query heads, G key/value heads, L queries, S keys, D = dₖ, V =
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 from sqrtdk.operation.visibility import OPEN, Band
@@ -58,11 +58,15 @@ class Field(NamedTuple):
         schema: its type in a torch schema.
         lacks: how many axes fewer than the query it has when it is broadcast in full; None if it is no array.
         is_differentiable: whether it can have a gradient.
+        per_head: the meaning of one of its numbers, where an argument gives one number per query head.
+        uses_positions: whether the positions of queries and keys change its effect.
     """
 
     schema: str
     lacks: int | None = None
     is_differentiable: bool = False
+    per_head: str | None = None
+    uses_positions: bool = False
 
 
 class Call(NamedTuple):
@@ -89,8 +93,8 @@ class Call(NamedTuple):
     value: Annotated[Any, Field("Tensor", 0, True)]
     scale: Annotated[Any, Field("Tensor?", 1, True)] = None
     mask: Annotated[Any, Field("Tensor?", 0, True)] = None
-    sinks: Annotated[Any, Field("Tensor?", 2, True)] = None
-    alibi: Annotated[Any, Field("Tensor?", 1, True)] = None
+    sinks: Annotated[Any, Field("Tensor?", 2, True, "logit")] = None
+    alibi: Annotated[Any, Field("Tensor?", 1, True, "slope", uses_positions=True)] = None
     seed: Annotated[Any, Field("Tensor?")] = None
     factor: Annotated[float, Field("float")] = 1.0
     softcap: Annotated[float, Field("float")] = 0.0
@@ -175,6 +179,33 @@ TENSORS = len(ARRAYS) + 1
 """How many items of a flat call are tensors: the arrays, and the seed behind them."""
 
 _OWN = len(FIELDS) - len(Band._fields)
+
+
+PER_HEAD = tuple(name for name, field in FIELDS.items() if field.per_head)
+"""The fields that an argument gives as one number per query head; they follow the mask."""
+POSITIONAL = tuple(name for name, field in FIELDS.items() if field.uses_positions)
+"""The fields that need common positions of queries and keys."""
+assert ARRAYS[-len(PER_HEAD) :] == PER_HEAD
+
+PerHead = Mapping[str, Any] | None
+"""Arguments of a call for the fields of `PER_HEAD`, by name; None where all of them are absent."""
+
+
+def has_positions(per_head: PerHead) -> bool:
+    """Return whether one of the arguments per head needs common positions of queries and keys."""
+    if per_head is not None:
+        for name in POSITIONAL:
+            if per_head.get(name) is not None:
+                return True
+    return False
+
+
+def full_shape(name: str, call: Call) -> tuple[int, ...]:
+    """Return the shape to which an array of the call broadcasts."""
+    if name == "mask":
+        return call.logits_shape
+    lacks = FIELDS[name].lacks
+    return call.heads_shape if lacks == 2 else call.rows if lacks == 1 else tuple(getattr(call, name).shape)
 
 
 def flatten(call: Call) -> tuple[Any, ...]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from sqrtdk.errors import InvalidTypeError, is_own_call, unknown_name, warn
+from sqrtdk.scales import default_factor
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -98,6 +99,6 @@ def warn_of_inverse_scale(scale: float, query: Any, key: Any) -> None:
     lengths = [math.hypot(*map(float, x[(0,) * (len(x.shape) - 1)].tolist())) for x in (query, key)]
     if lengths[0] * lengths[1] > math.sqrt(d_k):
         warn(
-            f"scale is {scale:g}, which is {name}, and multiplies q·k; the default is 1/√dₖ = {d_k**-0.5:g}. "
+            f"scale is {scale:g}, which is {name}, and multiplies q·k; the default is 1/√dₖ = {default_factor(d_k):g}. "
             f"To divide by {name}, give scale={1 / scale:g}; if q·k is to be multiplied by {name}, ignore this"
         )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any, Self
 
-__all__ = ["FlatRecord", "PlainRecord", "plain"]
+__all__ = ["FlatRecord", "PlainRecord", "plain", "round_numbers"]
 
 
 def plain(value: Any) -> Any:
@@ -55,3 +55,16 @@ class FlatRecord(PlainRecord):
         optional = {one.name for one in own if one.default is not MISSING or one.default_factory is not MISSING}
         given = {one.name: content[one.name] for one in own if one.name in content or one.name not in optional}
         return cls(**given)
+
+
+def round_numbers(value: Any, digits: int = 4) -> Any:
+    """Return plain data whose numbers have at most so many significant digits, for records that ship.
+
+    >>> round_numbers({"loss": [0.123456, 7]})
+    {'loss': [0.1235, 7]}
+    """
+    if isinstance(value, dict):
+        return {name: round_numbers(item, digits) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [round_numbers(item, digits) for item in value]
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value

@@ -37,7 +37,7 @@ def answer(records: Mapping[str, Record]) -> list[str]:
 def _tell_variance(record: Record) -> str:
     rows = [row for row in record.tables["variance"] if row["scale"] == "none"]
     row = next((row for row in rows if row["d_k"] == EXAMPLE[0]), rows[-1])
-    measured = f"{row['measured'] ** 2:.3g} measured at dₖ = {row['d_k']}"
+    measured = f"{write_number(row['measured'] ** 2, 3)} measured at dₖ = {row['d_k']}"
     scaled = [one["measured"] ** 2 for one in record.tables["variance"] if one["scale"] == "sqrt"]
     after = " to ".join(dict.fromkeys(f"{value:.2f}" for value in (min(scaled), max(scaled))))
     if not row["inside"]:

@@ -26,6 +26,7 @@ from sqrtdk.report.panels import (
 )
 from sqrtdk.show.table import count
 from sqrtdk.wording.names import name_policy
+from sqrtdk.wording.numbers import write_number
 
 _POLICIES = ("none", "sqrt", "inverse")
 # Colours for sizes and quantities; the colours of the three policies mean the policies alone.
@@ -53,7 +54,10 @@ def show_variance(record: Record) -> Figure:
                 colour,
                 low=floats(row["low"] for row in mine),
                 high=floats(row["high"] for row in mine),
-                text=tuple(f"dₖ {row['d_k']}: {row['measured']:.4g}, predicted {row['predicted']:.4g}" for row in mine),
+                text=tuple(
+                    f"dₖ {row['d_k']}: {write_number(row['measured'])}, predicted {write_number(row['predicted'])}"
+                    for row in mine
+                ),
             )
         )
     spread = Panel(
@@ -87,11 +91,12 @@ def _state_spread(rows: Sequence[Row]) -> str:
     (low_size, low), (high_size, high) = by_policy["none"][0], by_policy["none"][-1]
     root = [measured for _, measured in by_policy["sqrt"]]
     if low_size == high_size:
-        return f"Scores at dₖ = {low_size} have standard deviation {low:.3g}, divided by √dₖ {root[0]:.2f}"
+        return f"Scores at dₖ = {low_size} have standard deviation {write_number(low, 3)}, divided by √dₖ {root[0]:.2f}"
     ends = list(dict.fromkeys(f"{value:.2f}" for value in (min(root), max(root))))
     return (
-        f"The standard deviation of q·k goes from {low:.3g} at dₖ = {low_size} to {high:.3g} at dₖ = {high_size}; "
-        f"divided by √dₖ it {'is ' + ends[0] if len(ends) == 1 else 'stays between ' + ' and '.join(ends)}"
+        f"The standard deviation of q·k goes from {write_number(low, 3)} at dₖ = {low_size} to {write_number(high, 3)} "
+        f"at dₖ = {high_size}; divided by √dₖ it "
+        f"{'is ' + ends[0] if len(ends) == 1 else 'stays between ' + ' and '.join(ends)}"
     )
 
 

@@ -165,7 +165,7 @@ def _show_limit(record: Record, quantity: str, title: str) -> Panel:
                 size=9,
                 low=(at["low"],),
                 high=(at["high"],),
-                text=(f"{name_policy(policy)}: {at['measured']:.3g}",),
+                text=(f"{name_policy(policy)}: {write_number(at['measured'], 3)}",),
             )
         )
     return Panel(

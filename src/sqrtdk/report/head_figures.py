@@ -29,6 +29,7 @@ from sqrtdk.report.panels import (
 from sqrtdk.show.table import count, name_layer
 from sqrtdk.statistics import AttentionStatistics
 from sqrtdk.summary import HeadSummary
+from sqrtdk.wording.numbers import write_number
 
 Array = npt.NDArray[Any]
 
@@ -65,7 +66,8 @@ def show_weights(weights: Array) -> Figure:
     )
     which = "" if len(shown) == len(maps) else f" of {len(maps)}"
     return Figure(
-        f"Weights of {count(len(shown), 'head')}{which}: the largest of a row is {np.nanmean(largest):.2g} on average",
+        f"Weights of {count(len(shown), 'head')}{which}: the largest of a row is "
+        f"{write_number(np.nanmean(largest), 2)} on average",
         panels,
         columns=2,
         caption="The first sequence; every row sums to 1." + _say_thinned(max(maps.shape[-2:])),
@@ -85,8 +87,8 @@ def show_rows(statistics: AttentionStatistics) -> Figure:
     by_head = _mean_over_batch(ratio.reshape(-1, heads, ratio.shape[-1]))
     positions = rows.positions if rows.positions is not None else np.arange(ratio.shape[-1])
     return Figure(
-        f"{count(int(counted.sum()), 'row')}: the mean entropy ratio is {float(rows.mean('entropy_ratio')):.2g}, "
-        f"the least {np.nanmin(ratio):.2g}",
+        f"{count(int(counted.sum()), 'row')}: the mean entropy ratio is "
+        f"{write_number(float(rows.mean('entropy_ratio')), 2)}, the least {write_number(np.nanmin(ratio), 2)}",
         (_draw_positions(by_head, positions), _draw_diagram(ratio[counted], index[counted])),
         columns=2,
         caption="1: all keys weigh the same, 0: one key has everything. The line is the many-key limit for independent "
@@ -193,8 +195,11 @@ def _name_extremes(heads: Sequence[tuple[str, float]]) -> str:
         return "none has a row that sees two keys or more"
     (low, sharpest), (high, broadest) = min(known), max(known)
     if len(known) == 1:
-        return f"mean entropy ratio {low:.3g}"
-    return f"the sharpest is {sharpest} (entropy ratio {low:.3g}), the broadest {broadest} ({high:.3g})"
+        return f"mean entropy ratio {write_number(low, 3)}"
+    return (
+        f"the sharpest is {sharpest} (entropy ratio {write_number(low, 3)}), the broadest {broadest} "
+        f"({write_number(high, 3)})"
+    )
 
 
 def _mean_over_batch(ratio_NHL: Array) -> Array:

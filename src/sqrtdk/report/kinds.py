@@ -10,8 +10,10 @@ from sqrtdk.records.record import Record
 from sqrtdk.report import (
     exercise_figures,
     gradient_figures,
+    grid_figures,
     learning_figures,
     monitor_figures,
+    reproduction_figures,
     story_figures,
     zoo_figures,
 )
@@ -78,6 +80,18 @@ KINDS: dict[str, Kind] = {
     "learned": _ABLATION._replace(title="Temperatures that learn"),
     "widths": _ABLATION._replace(title="Training with and without the scale at several widths"),
     "swap": Kind({"summary": None}, learning_figures.show_swap, "Changing the scale of a trained model"),
+    "grid": Kind(
+        {
+            "summary": (
+                *("task", "length", "heads", "scale", "d_k", "init", "lr", "final_loss_median", "final_loss_iqr"),
+                *("solved_fraction", "solved_interval", "n", "diverged"),
+            )
+        },
+        grid_figures.show_grid,
+        "A grid of training runs",
+        prints_curves=False,
+    ),
+    "grid plan": Kind({"plan": None}),
     "temperature": Kind({"temperature": None}, exercise_figures.show_temperature, "Temperatures around √dₖ"),
     "gradients": Kind(
         {
@@ -100,12 +114,16 @@ KINDS: dict[str, Kind] = {
     "zoo": Kind({"families": None}, zoo_figures.show_zoo, "The scale that models use"),
     "spread": Kind({"spread": None}),
     "info": Kind({"backends": None}),
+    "runs": Kind({"runs": None}),
+    "run": Kind({"run": None}),
+    "run differences": Kind({"differences": None}),
     "scales": Kind({"scales": None}),
     "claim list": Kind({"claims": None}),
     "expectations": Kind({"reproductions": None}),
     "reproductions": Kind(
-        {"reproductions": ("name", "expected", "measured", "low", "high", "verdict", "source")},
-        title="Published results, computed again",
+        {"reproductions": ("name", "expected", "measured", "low", "high", "verdict", "source", "scaled_down")},
+        reproduction_figures.show_reproductions,
+        "Published results, computed again",
     ),
 }
 """Every kind of record."""

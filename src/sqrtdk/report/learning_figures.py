@@ -13,7 +13,7 @@ from sqrtdk.report.palette import ACCENT, NEUTRAL, policy_colour
 from sqrtdk.report.panels import Axis, Dash, Figure, Line, Panel, Points, ReferenceLine, Series, floats, name_ticks
 from sqrtdk.show.table import count
 from sqrtdk.wording.names import name_policy, name_setting
-from sqrtdk.wording.numbers import write_loss
+from sqrtdk.wording.numbers import write_loss, write_number
 
 _MOST_POINTS = 150
 _QUANTITIES = {
@@ -184,7 +184,7 @@ def show_stages(rows: Sequence[Mapping[str, Any]], words: Mapping[str, str] | No
         (words or {}).get(name, name) + (" (∞)" if math.isnan(value) else "")
         for name, value in zip(names, medians, strict=True)
     ]
-    texts = tuple(f"{label}: {value:.3g}" for label, value in zip(labels, medians, strict=True))
+    texts = tuple(f"{label}: {write_number(value, 3)}" for label, value in zip(labels, medians, strict=True))
     series.append(Points(places, floats(medians), ACCENT, "median", size=10, symbol="diamond", text=texts))
     return Panel(
         "Held-out loss by stage",
@@ -287,7 +287,7 @@ def _show_finals(finals: Mapping[Group, Sequence[Mapping[str, Any]]], varying: S
                 floats(spread),
                 policy_colour(group.scale),
                 size=5.5,
-                text=tuple(f"seed {run.get('seed')}: {loss:.4g}" for run, loss in known),
+                text=tuple(f"seed {run.get('seed')}: {write_number(loss)}" for run, loss in known),
             )
         )
         middle = median_loss(losses)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from sqrtdk.errors import missing_extra
 from sqrtdk.report.panels import (
+    Area,
     Axis,
     Figure,
     Heatmap,
@@ -124,6 +125,10 @@ def _draw_series(canvas: Any, axes: Any, series: Series) -> None:
             )
         case Points():
             _draw_points(axes, series)
+        case Area():
+            axes.fill_between(
+                series.x, series.low, series.high, color=series.colour, alpha=series.opacity, linewidth=0.0
+            )
         case Heatmap():
             _draw_heatmap(canvas, axes, series)
 

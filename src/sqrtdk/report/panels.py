@@ -117,7 +117,22 @@ def shade(heat: Heatmap, value: float) -> str:
     return "#" + "".join(f"{part:02x}" for part in mixed)
 
 
-Series: TypeAlias = Line | Points | Heatmap
+@dataclass(frozen=True)
+class Area:
+    """Shaded band between two curves; `group` ties it to the legend entry of its line."""
+
+    x: Numbers
+    low: Numbers
+    high: Numbers
+    colour: str
+    group: str | None = None
+    opacity: float = 0.18
+
+    def __post_init__(self) -> None:
+        _require_equal_lengths("Area", x=self.x, low=self.low, high=self.high)
+
+
+Series: TypeAlias = Line | Points | Area | Heatmap
 
 
 @dataclass(frozen=True)
@@ -213,7 +228,7 @@ class Figure:
         entries: dict[str, Line | Points] = {}
         for panel in self.panels:
             for series in panel.series:
-                if not isinstance(series, Heatmap) and series.group is not None:
+                if isinstance(series, Line | Points) and series.group is not None:
                     entries.setdefault(series.group, series)
         return entries
 

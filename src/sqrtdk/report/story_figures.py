@@ -196,7 +196,7 @@ def show_spread(record: Record) -> Figure:
         for policy in ("none", "sqrt")
     )
     return one_panel(
-        f"At dₖ = {d_k} scores have a standard deviation of {none:.3g}, divided by √dₖ of {sqrt:.2f}",
+        f"At dₖ = {d_k} scores have a standard deviation of {write_number(none, 3)}, divided by √dₖ of {sqrt:.2f}",
         exercise_figures.show_variance(record).panel("spread"),
         f"Dots: {record.spec['samples']} random pairs (q, k) per size, seed {record.spec['seed']}, with 95% intervals, "
         "which are smaller than the dots. Lines: the variance formula.",

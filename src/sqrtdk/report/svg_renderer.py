@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from html import escape
 from typing import NamedTuple
 
-from sqrtdk.report.panels import Axis, Heatmap, Line, Numbers, Panel, Points, shade
+from sqrtdk.report.panels import Area, Axis, Heatmap, Line, Numbers, Panel, Points, shade
 from sqrtdk.wording.numbers import write_number
 
 __all__ = ["draw_panel"]
@@ -53,6 +53,8 @@ def draw_panel(panel: Panel, width: int, height: int, kind: str = "picture", lab
             parts += _draw_heat(series, x, y)
         elif isinstance(series, Line):
             parts.append(_draw_line(series, x, y))
+        elif isinstance(series, Area):
+            parts.append(_draw_area(series, x, y))
         else:
             parts += _draw_points(series, x, y)
     for line in panel.lines:
@@ -73,8 +75,9 @@ def _values(panel: Panel, name: str) -> list[float]:
     for series in panel.series:
         if isinstance(series, Heatmap):
             continue
-        values += getattr(series, name)
-        if name == "y" and isinstance(series, Points) and series.low is not None and series.high is not None:
+        if name == "x" or not isinstance(series, Area):
+            values += getattr(series, name)
+        if name == "y" and not isinstance(series, Line) and series.low is not None and series.high is not None:
             values += [*series.low, *series.high]
     return [value for value in values if math.isfinite(value)]
 
@@ -133,6 +136,13 @@ def _draw_line(series: Line, x: _Scale, y: _Scale) -> str:
         f'<path d="{"".join(steps)}" class="curve" stroke="{series.colour}" stroke-dasharray="{_DASHES[series.dash]}" '
         f'opacity="{series.opacity:g}"/>'
     )
+
+
+def _draw_area(series: Area, x: _Scale, y: _Scale) -> str:
+    upper = [f"{x(a):.1f} {y(b):.1f}" for a, b in _known(series.x, series.high)]
+    lower = [f"{x(a):.1f} {y(b):.1f}" for a, b in _known(series.x, series.low)]
+    edge = "L".join([*upper, *reversed(lower)])
+    return f'<path d="M{edge}Z" fill="{series.colour}" opacity="{series.opacity:g}"/>' if edge else ""
 
 
 def _draw_points(series: Points, x: _Scale, y: _Scale) -> Iterator[str]:

@@ -25,7 +25,7 @@ from sqrtdk.report.palette import policy_colour
 from sqrtdk.report.panels import Axis, Figure, Line, Panel, Points, ReferenceLine, Series, floats, one_panel
 from sqrtdk.show.table import count
 from sqrtdk.wording.names import name_policy, name_setting
-from sqrtdk.wording.numbers import write_change, write_loss
+from sqrtdk.wording.numbers import write_change, write_loss, write_number
 
 Setting = tuple[str, str, str]
 """A scaling policy with the start and the step of W_q and W_k."""
@@ -153,7 +153,7 @@ def read_difference(record: Record) -> str:
     if row is None or low is None or high is None:
         return ""
     p = (
-        f", Wilcoxon signed-rank p = {row['holm_p']:.2g} after Holm's correction"
+        f", Wilcoxon signed-rank p = {write_number(row['holm_p'], 2)} after Holm's correction"
         if row.get("holm_p") is not None
         else ""
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +13,7 @@ import numpy.typing as npt
 from sqrtdk import theory
 from sqrtdk.exercises.estimates import estimate_mean
 from sqrtdk.operation.attention import attention
-from sqrtdk.reproductions.reproduction import Expectation, Measured, reproduction
+from sqrtdk.reproductions.reproduction import Chart, Expectation, Measured, reproduction
 
 Array = npt.NDArray[np.float64]
 
@@ -22,11 +24,24 @@ Array = npt.NDArray[np.float64]
     "Zhai et al. 2023 (2303.06296), theorem 3.1",
     Expectation("rows below the bound", "≤", 0.0),
     Expectation("distance of the extremal row from the bound", "≤", 1e-12),
+    chart=Chart(
+        "entropy",
+        "sigma",
+        "value",
+        "standard deviation of the logits",
+        "entropy in nats",
+        by="line",
+        log_x=True,
+        predicted=("bound, n = 8", "bound, n = 512"),
+        joined=False,
+    ),
 )
 def compare_entropy_with_its_bound(seed: int) -> Measured:
     """Return entropies against their bound, for eight kinds of random logits of 2 to 512 keys and extremal rows."""
     rng = np.random.default_rng(seed)
-    below, apart, curve = 0, 0.0, []
+    below, apart = 0, 0.0
+    spreads: dict[int, list[Array]] = defaultdict(list)
+    entropies: dict[int, list[Array]] = defaultdict(list)
     for n in (2, 3, 8, 64, 512):
         for spread in (0.01, 0.1, 1.0, 3.0, 10.0, 30.0):
             draws = (rng.standard_normal, rng.standard_exponential, rng.standard_cauchy, rng.random)
@@ -37,7 +52,22 @@ def compare_entropy_with_its_bound(seed: int) -> Measured:
             extremal[0, 0] = spread * n / math.sqrt(n - 1)  # a row with standard deviation `spread`
             floor = float(theory.entropy_lower_bound(spread, n))
             apart = max(apart, abs(float(_entropy(extremal)[0]) - floor))
-            curve.append({"n": n, "sigma": spread, "bound": floor, "least": float(_entropy(logits).min())})
+            spreads[n].append(sigma)
+            entropies[n].append(_entropy(logits))
+    curve = []
+    for n in (8, 512):
+        sigma, entropy = np.concatenate(spreads[n]), np.concatenate(entropies[n])
+        edges = np.geomspace(0.01, 100.0, 33)
+        curve += [
+            {"line": f"bound, n = {n}", "sigma": float(edge), "value": float(theory.entropy_lower_bound(edge, n))}
+            for edge in edges
+        ]
+        for low, high in pairwise(edges[::2]):
+            inside = np.flatnonzero((sigma >= low) & (sigma < high))
+            if inside.size:
+                least = inside[entropy[inside].argmin()]
+                row = {"sigma": float(sigma[least]), "value": float(entropy[least])}
+                curve.append({"line": f"lowest entropies, n = {n}", **row})
     return Measured(
         {"rows below the bound": below, "distance of the extremal row from the bound": apart}, {"entropy": curve}
     )
@@ -57,6 +87,7 @@ def _entropy(logits: Array) -> Array:
     Expectation("softmax's largest weight at 1024 keys, distance from 0.127", "≤", 0.0005),
     Expectation("SSMax's largest weight at 1024 keys, distance from 0.9997", "≤", 0.00005),
     Expectation("softmax's largest weight at 16384 keys, distance from 0.009", "≤", 0.0005),
+    chart=Chart("max_weight", "n", "max_weight", "keys n", "largest weight", by="policy", log_x=True),
 )
 def compare_softmax_with_ssmax(seed: int) -> Measured:
     """Return the largest weight over 2 to 16 384 keys, by `sqrtdk.attention` with one feature per logit."""
@@ -87,6 +118,7 @@ _CORRELATIONS = (0.0, 0.25, 0.5, 0.75)
     *(Expectation(f"γ·(1 − ρ) at half the weight, ρ = {rho:g}: distance from 1", "≤", 0.01) for rho in _CORRELATIONS),
     Expectation("largest weight on oneself at γ·(1 − ρ) = 0.7 and 2048 keys", "≤", 0.15),
     Expectation("least weight on oneself at γ·(1 − ρ) = 1.3 and 2048 keys", "≥", 0.85),
+    chart=Chart("half_correlated", "of_critical", "weight", "γ·(1 − ρ)", "weight of a token on itself", by="line"),
     scaled_down="one layer, to 2048 tokens",
 )
 def find_critical_scale(seed: int) -> Measured:
@@ -96,7 +128,9 @@ def find_critical_scale(seed: int) -> Measured:
         for n in (32, 256, 2048):
             for of_critical in (0.7, 0.85, 1.0, 1.15, 1.3):
                 weight = _weigh_itself(rho, n, of_critical / (1 - rho))
-                curve.append({"rho": rho, "n": n, "of_critical": of_critical, "weight": weight})
+                curve.append(
+                    {"line": f"n = {n}, ρ = {rho:g}", "rho": rho, "n": n, "of_critical": of_critical, "weight": weight}
+                )
         below.append(_weigh_itself(rho, 2048, 0.7 / (1 - rho)))
         above.append(_weigh_itself(rho, 2048, 1.3 / (1 - rho)))
         low, high = 0.5, 1.5
@@ -110,7 +144,7 @@ def find_critical_scale(seed: int) -> Measured:
             "largest weight on oneself at γ·(1 − ρ) = 0.7 and 2048 keys": max(below),
             "least weight on oneself at γ·(1 − ρ) = 1.3 and 2048 keys": min(above),
         },
-        {"weight": curve},
+        {"weight": curve, "half_correlated": [row for row in curve if row["rho"] == 0.5]},
     )
 
 
@@ -144,6 +178,16 @@ _SIZES = tuple(4**power for power in range(2, 7))
     ),
     Expectation("exponent of dₖ, correlation ½", "≥", 0.9),
     Expectation("exponent of dₖ, correlation ½", "≤", 1.0),
+    chart=Chart(
+        "growth",
+        "d_k",
+        "root_mean_square",
+        "dₖ",
+        "root mean square of q·k",
+        by="distribution",
+        log_x=True,
+        log_y=True,
+    ),
 )
 def fit_growth(seed: int) -> Measured:
     """Return the exponent of the root mean square of q·k, fitted over dₖ 16 to 4096, once per part of the samples."""
@@ -177,6 +221,9 @@ def fit_growth(seed: int) -> Measured:
     Expectation("largest error of H/ln n at ρ = ½, n from 128 to 8192", "≤", 0.03),
     Expectation("largest error of Σp² at ρ = 2, n from 128 to 8192", "≤", 0.12),
     Expectation("error of Σp² at ρ = 1 and 8192 keys, where the limit is 0", "≥", 0.05),
+    chart=Chart(
+        "lines", "rho", "sum_p2", "saturation index ρ", "mean Σp²", by="line", predicted=("limit of many keys",)
+    ),
 )
 def compare_limits(seed: int) -> Measured:
     """Return both limits and the averages that are exact at finite n; near ρ = 1 the limits are far off."""
@@ -189,6 +236,16 @@ def compare_limits(seed: int) -> Measured:
             curve.append({**row, "entropy_ratio_limit": limit.entropy_ratio, "sum_p2_limit": limit.sum_p2})
     ratio = [abs(row["entropy_ratio"] - (1 - row["rho"] ** 2)) for row in curve if row["rho"] == 0.5]
     above = [abs(row["sum_p2"] - 0.5) for row in curve if row["rho"] == 2.0]
+    lines = [
+        {"line": f"n = {row['n']}", "rho": row["rho"], "sum_p2": row["sum_p2"]}
+        for row in curve
+        if row["n"] in (128, 1024, 8192)
+    ]
+    lines += [
+        {"line": "limit of many keys", "rho": row["rho"], "sum_p2": row["sum_p2_limit"]}
+        for row in curve
+        if row["n"] == 8192
+    ]
     (at_one,) = [row["sum_p2"] for row in curve if row["rho"] == 1.0 and row["n"] == 8192]
     return Measured(
         {
@@ -196,5 +253,5 @@ def compare_limits(seed: int) -> Measured:
             "largest error of Σp² at ρ = 2, n from 128 to 8192": max(above),
             "error of Σp² at ρ = 1 and 8192 keys, where the limit is 0": at_one,
         },
-        {"concentration": curve},
+        {"concentration": curve, "lines": lines},
     )

@@ -13,11 +13,11 @@ from sqrtdk.errors import InvalidTypeError, InvalidValueError
 from sqrtdk.operation.arguments import (
     Names,
     refuse_mask_dtype,
-    require_alibi_shape,
     require_mask_shape,
+    require_per_head_shape,
     require_scale_shape,
-    require_sinks_shape,
 )
+from sqrtdk.operation.call import FIELDS
 
 _broadcast_shapes: Any = torch.broadcast_shapes
 
@@ -128,23 +128,15 @@ def _name_layout(tensor: Tensor) -> str:
     return "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
 
 
-def require_sinks(sinks: Tensor, q: Tensor, heads: int) -> Tensor:
-    """Return a floating tensor with one logit per query head."""
-    if not isinstance(sinks, Tensor) or sinks.dtype not in _FLOATS:
-        came = sinks.dtype if isinstance(sinks, Tensor) else type(sinks).__name__
-        raise InvalidTypeError("sinks", f"must be a floating tensor, one logit per query head, got {came}")
-    _require_place("sinks", sinks, q)
-    require_sinks_shape(sinks.shape, heads)
-    return sinks
-
-
-def require_alibi(alibi: Tensor, q: Tensor) -> Tensor:
-    """Return floating ALiBi slopes `[..., H]` as a view that broadcasts to `[..., H, L]`."""
-    if not isinstance(alibi, Tensor) or alibi.dtype not in _FLOATS:
-        came = alibi.dtype if isinstance(alibi, Tensor) else type(alibi).__name__
-        raise InvalidTypeError("alibi", f"must be a floating tensor, one slope per query head, got {came}")
-    _require_place("alibi", alibi, q)
-    return alibi.reshape(require_alibi_shape(alibi.shape, q.shape))
+def require_per_head(name: str, tensor: Tensor, q: Tensor) -> Tensor:
+    """Return floating numbers per query head as a view in the shape of their field."""
+    if not isinstance(tensor, Tensor) or tensor.dtype not in _FLOATS:
+        came = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        meaning = FIELDS[name].per_head
+        raise InvalidTypeError(name, f"must be a floating tensor, one {meaning} per query head, got {came}")
+    _require_place(name, tensor, q)
+    shape = require_per_head_shape(name, tensor.shape, q.shape)
+    return tensor if shape == tensor.shape else tensor.reshape(shape)
 
 
 _NUMBERS = (int, float, np.integer, np.floating, torch.SymInt, torch.SymFloat)

@@ -9,24 +9,32 @@ from torch import Tensor
 
 from sqrtdk import checks
 from sqrtdk.errors import InvalidTypeError
-from sqrtdk.operation.arguments import QKV, Names, Window, validate_band, validate_shapes, validate_softcap
+from sqrtdk.operation.arguments import (
+    QKV,
+    Names,
+    Window,
+    check_per_head,
+    validate_band,
+    validate_shapes,
+    validate_softcap,
+)
 from sqrtdk.operation.attention import Attention, new_attention
-from sqrtdk.operation.call import Call, Wanted
+from sqrtdk.operation.call import Call, PerHead, Wanted, has_positions
 from sqrtdk.operation.visibility import ALIGNED, OPEN, Band, as_truth
 from sqrtdk.scales import Policy, default_factor
 from sqrtdk.statistics import AttentionStatistics, Sample
 from sqrtdk.torch.arguments import (
     broadcast_heads,
     cast_for_autocast,
-    require_alibi,
     require_dropout,
     require_finite_number,
     require_mask,
-    require_sinks,
+    require_per_head,
     require_tensors,
 )
 from sqrtdk.torch.autograd import record_plain, run
 from sqrtdk.torch.engines.kernel import TENSOR_KERNEL
+from sqrtdk.torch.engines.tiles import find_position_bias
 from sqrtdk.torch.internals import without_derivatives
 from sqrtdk.torch.pressure import TemperaturePressure
 from sqrtdk.torch.sampling import check_sample, sample_positions
@@ -70,8 +78,7 @@ def compute(
     causal_offset: int | None = None,
     window: Window | None = None,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
-    alibi: Tensor | None = None,
+    per_head: PerHead = None,
     statistics: bool = False,
     weights: bool = False,
     sample_rows: int | None = None,
@@ -85,8 +92,7 @@ def compute(
         and causal_offset is None
         and window is None
         and softcap is None
-        and sinks is None
-        and alibi is None
+        and per_head is None
         and not weights
         and dropout == 0.0
         and sample_rows is None
@@ -106,7 +112,7 @@ def compute(
     if dialect.broadcasts is not None and (q.shape[:-2] != k.shape[:-2] or k.shape[:-2] != v.shape[:-2]):
         q, k, v = broadcast_heads(q, k, v, dialect.broadcasts == "grouped")
     heads = validate_shapes(q.shape, k.shape, v.shape, dialect.tensors)
-    band = _find_band(q, k, scale, causal, causal_offset, window, alibi is not None, dialect)
+    band = _find_band(q, k, scale, causal, causal_offset, window, has_positions(per_head), dialect)
     if mask is not None:
         mask = require_mask(mask, q, (*q.shape[:-3], heads, q.shape[-2], k.shape[-2]), dialect.mask)
     p = 0.0 if dropout == 0.0 else require_dropout(dropout, dialect.dropout)
@@ -115,20 +121,11 @@ def compute(
     else:
         scale = require_finite_number("scale", cast(float, scale)) if dialect.broadcasts is not None else scale
         scaled = apply_scale(scale, q, k, v, mask, band)
-    call = Call(
-        _follow(pressure, scaled.query),
-        scaled.key,
-        scaled.value,
-        scaled.scale,
-        mask,
-        None if sinks is None else require_sinks(sinks, q, heads),
-        None if alibi is None else require_alibi(alibi, q),
-        torch.randint(2**62, (), dtype=torch.int64, device=q.device) if p else None,
-        scaled.factor,
-        0.0 if softcap is None else validate_softcap(softcap),
-        p,
-        band,
-    )
+    query, by_head = _follow(pressure, scaled.query), check_per_head(require_per_head, per_head, q)
+    seed = torch.randint(2**62, (), dtype=torch.int64, device=q.device) if p else None
+    cap = 0.0 if softcap is None else validate_softcap(softcap)
+    vectors = (query, scaled.key, scaled.value)
+    call = Call._make((*vectors, scaled.scale, mask, *by_head, seed, scaled.factor, cap, p, band, None))
     sample = described = None
     if sample_rows is not None:
         check_sample(sample_rows, sample_seed)
@@ -157,14 +154,14 @@ def _find_band(
     causal: bool,
     causal_offset: int | None,
     window: Window | None,
-    has_alibi: bool,
+    uses_positions: bool,
     dialect: Dialect,
 ) -> Band:
-    if causal is not False or window is not None or causal_offset is not None or has_alibi:
+    if causal is not False or window is not None or causal_offset is not None or uses_positions:
         if dialect.starts_aligned and checks.flag(dialect.causal, causal):
             causal_offset = 0
         asks = isinstance(scale, str | Policy | LearnableScale)
-        return validate_band(causal, causal_offset, window, q.shape[-2], k.shape[-2], asks, has_alibi)
+        return validate_band(causal, causal_offset, window, q.shape[-2], k.shape[-2], asks, uses_positions)
     return ALIGNED if q.shape[-2] == k.shape[-2] else OPEN
 
 
@@ -187,16 +184,15 @@ def _describe_sample(call: Call, positions: Tensor) -> AttentionStatistics:
 
     mask, keys = pick(call.mask, -2), torch.arange(call.keys, device=positions.device)
     in_range = call.band.sees(positions, keys)
-    if call.alibi is not None:
+    bias = find_position_bias(call, positions, keys, lambda x: cast(Tensor, pick(x.detach(), -1)), torch.float64).bias
+    if bias is not None:
         # The sampled rows are not consecutive: their distances go into the mask.
-        slopes = cast(Tensor, pick(call.alibi.detach(), -1))
-        sloped = slopes[..., None].double() * call.band.distances(positions, keys)
         if mask is None:
-            mask = sloped
+            mask = bias
         elif mask.dtype == torch.bool:
-            mask = sloped.masked_fill(~as_truth(mask), -torch.inf)
+            mask = bias.masked_fill(~as_truth(mask), -torch.inf)
         else:
-            mask = mask + sloped
+            mask = mask + bias
     if in_range is not None:
         # The visible range of rows that are not consecutive goes into the mask.
         if mask is None:

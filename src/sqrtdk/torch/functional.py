@@ -84,6 +84,7 @@ def attention(
         warn_of_inverse_scale(scale, q, k)
     if mask is not None and _is_readable(mask) and mask.is_floating_point():
         warn_of_truth_values(mask.detach())
+    per_head = None if sinks is None and alibi is None else {"sinks": sinks, "alibi": alibi}
     return compute(
         q,
         k,
@@ -95,8 +96,7 @@ def attention(
         causal_offset=causal_offset,
         window=window,
         softcap=softcap,
-        sinks=sinks,
-        alibi=alibi,
+        per_head=per_head,
         statistics=statistics,
         weights=weights,
         sample_rows=sample_rows,

@@ -165,7 +165,7 @@ def attend(
         scale=scaling,
         mask=_add_bias(attention_mask, position_bias),
         softcap=softcap or None,
-        sinks=s_aux,
+        per_head=None if s_aux is None else {"sinks": s_aux},
         weights=_wants_weights(kwargs),
         dropout=dropout,
         dialect=MODELS,

@@ -60,7 +60,7 @@ def make_app(
     Args:
         host: where it will listen, which decides the Host headers that it answers to.
         token: see `Gate`.
-        store: the SQLite file of runs, which need not exist yet.
+        store: the SQLite file of runs, or a file that a monitor writes, which need not exist yet.
         audit: an audit as JSON; None for the shipped one.
         reader: the model of the Words page; None shows recorded sentences alone.
 

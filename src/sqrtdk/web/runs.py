@@ -1,17 +1,26 @@
-"""Runs of a store for the Runs page: read-only, while another process writes, or before the file exists."""
+"""Runs of a store, or a monitored run, for the Runs page: read while another process writes, or before they exist."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from sqrtdk.errors import InvalidValueError, SqrtdkError
 from sqrtdk.lab.store import CURVES, Store
+from sqrtdk.records.observations import read_observations
+from sqrtdk.records.record import Record
+from sqrtdk.report.monitor_figures import show_monitor
 from sqrtdk.report.palette import NEUTRAL, policy_colour
+from sqrtdk.report.panels import spread_out
+from sqrtdk.report.plotly_renderer import draw
 from sqrtdk.wording.names import name_policy
 
 MOST_RUNS = 1000
+MOST_CELLS = 1 << 15
+"""Cells of a monitored run's charts, so that browsers stay quick; steps with alerts are shown beyond that."""
 MOST_CURVES = 64
 _BUSY_SECONDS = 1.0
 
@@ -20,13 +29,13 @@ def list_runs(path: Path | None, version: str | None = None) -> dict[str, Any]:
     """Return the latest finished runs of a store without their curves, the newest first.
 
     Args:
-        path: the store; None if none was given.
+        path: the store, or a file that a monitor writes (`.jsonl`); None if none was given.
         version: of the list that the asker has; where it is still the same, the list is left out.
 
     Returns:
-        `state` "none", "waiting" (the file is not there yet, or is just being made), "ready" or "unreadable", a
-        `message` for all but "ready", and there `version`, `total`, `runs` and those that are `running`, with their
-        curves so far.
+        `state` "none", "waiting" (the file is not there yet, or is just being made), "ready", "monitor" or
+        "unreadable", a `message` for all but "ready", and there `version`, `total`, `runs` and those that are
+        `running`, with their curves so far. "monitor" has `version`, `charts`, their `caption`, and `alerts`.
 
     >>> list_runs(None)["state"]
     'none'
@@ -35,10 +44,12 @@ def list_runs(path: Path | None, version: str | None = None) -> dict[str, Any]:
         return {
             "state": "none",
             "message": "No store was given. Train with `sqrtdk ablate --store runs.sqlite` and "
-            "serve with `sqrtdk serve --store runs.sqlite`.",
+            "serve with `sqrtdk serve --store runs.sqlite`, or give the file of a Monitor: `--store heads.jsonl`.",
         }
     if not path.exists() or path.stat().st_size == 0:
         return {"state": "waiting", "message": f"{path.name} is not there yet. The page checks again by itself."}
+    if path.suffix == ".jsonl":
+        return _view_monitor(path, version)
     try:
         with _open(path) as store:
             if store.is_new:
@@ -67,6 +78,47 @@ def list_runs(path: Path | None, version: str | None = None) -> dict[str, Any]:
         "runs": runs,
         "running": unfinished,
     }
+
+
+def _view_monitor(path: Path, version: str | None) -> dict[str, Any]:
+    """Return the figure of a monitored run as Plotly charts, with the alerts."""
+    about = path.stat()
+    current = f"{about.st_size}-{about.st_mtime_ns}"
+    if current == version:
+        return {"state": "monitor", "version": current, "unchanged": True}
+    try:
+        record = read_observations(path)
+    except (SqrtdkError, OSError) as error:
+        return {"state": "unreadable", "message": str(error).replace(str(path), path.name)}
+    figure = show_monitor(_thin(record))
+    charts = [
+        {"title": panel.title, "height": figure.panel_height, **json.loads(chart.to_json())}
+        for panel, chart in zip(figure.panels, draw(figure), strict=True)
+    ]
+    return {
+        "state": "monitor",
+        "version": current,
+        "message": " ".join(record.reading),
+        "charts": charts,
+        "caption": figure.caption,
+        "alerts": record.tables["alerts"],
+    }
+
+
+def _thin(record: Record) -> Record:
+    """Return the record with evenly spaced steps, at most `MOST_CELLS` cells, and the steps of alerts."""
+    steps = record.curves["steps"]
+    heads = sum(len(numbers["entropy_ratio"][0]) for numbers in record.curves["layers"].values())
+    most = max(MOST_CELLS // max(heads, 1), 16)
+    if len(steps) <= most:
+        return record
+    marked = {alert["step"] for alert in record.tables["alerts"]}
+    kept = sorted({*spread_out(range(len(steps)), most), *(at for at, step in enumerate(steps) if step in marked)})
+    layers = {
+        layer: {name: [values[at] for at in kept] for name, values in numbers.items()}
+        for layer, numbers in record.curves["layers"].items()
+    }
+    return replace(record, curves={"steps": [steps[at] for at in kept], "layers": layers})
 
 
 def _open(path: Path) -> Store:

@@ -47,7 +47,7 @@ def serve(
         host: where to listen; other than this machine alone needs a token.
         port: 0 takes any that is free.
         token: what every request must bring.
-        store: SQLite file of runs for the Runs page, which need not exist yet.
+        store: SQLite file of runs, or file of a monitor (`.jsonl`), for the Runs page, which need not exist yet.
         audit: JSON of `sqrtdk audit --json` for the Audit page; the shipped one of MiniLM if None.
         reader: model that reads sentences for the Words page; recorded sentences alone if None.
         announce: called with the address, token included, once the server answers.

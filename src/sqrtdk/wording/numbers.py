@@ -33,6 +33,24 @@ def write_number(value: float | None, digits: int = DIGITS) -> str:
     return text.replace("-", "−")
 
 
+def write_decimals(value: float, decimals: int = 2) -> str:
+    """Write a number with so many decimals, as numbers stand that are compared with each other.
+
+    >>> write_decimals(0.96), write_decimals(-12.304, 1)
+    ('0.96', '−12.3')
+    """
+    return f"{value:.{decimals}f}".replace("-", "−")
+
+
+def write_setting(value: float) -> str:
+    """Write a number that somebody set, such as a learning rate or a threshold, as it would be typed.
+
+    >>> write_setting(3e-4), write_setting(100.0)
+    ('0.0003', '100')
+    """
+    return f"{value:g}"
+
+
 def spell_power(mantissa: str, exponent: str) -> str:
     """Write a number in scientific notation as it is written by hand.
 

@@ -219,7 +219,7 @@ class TestTiles:
     def test_tiles_really_split_and_cover_every_row_once(self, block, monkeypatch):
         monkeypatch.setattr(reference, "BLOCK_ELEMENTS", block)
         q, k, v = draw(11, (3, 4, 5, 3), (3, 2, 6, 3), 2)
-        tiles = reference.Tiles(validate(q, k, v, None, None, False, None, None, None, None, None))
+        tiles = reference.Tiles(validate(q, k, v, None, None, False, None, None, None, None))
         seen = np.zeros(tiles.shape, int)
         cut = list(tiles)
         for tile in cut:

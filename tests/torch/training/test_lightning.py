@@ -22,12 +22,12 @@ def test_lightning_tells_steps_saves_the_state_and_stops():
     runs = json.loads(done.stdout.splitlines()[-1])
     assert all(run["closed"] for run in runs.values())
     # Two batches make a step; validation in between is none.
-    assert runs["healthy"]["steps"] == [[0, 0], [1, 0], [2, 0], [4, 0], [8, 0]]
+    assert runs["healthy"]["steps"] == [[0, 0], [1, 0], [2, 0], [4, 0], [8, 0], [11, 0]]
     assert (runs["healthy"]["failure"], runs["healthy"]["end"]) == (None, 12)
     assert runs["stopped"]["steps"][0][1] > 0
     assert runs["stopped"]["end"] < 12
     assert runs["failed"]["failure"] == "the loss is wrong"
-    assert [step for step, _ in runs["resumed"]["steps"]] == [8]
+    assert [step for step, _ in runs["resumed"]["steps"]] == [8, 11]
 
 
 def test_another_library_is_refused():

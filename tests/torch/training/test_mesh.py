@@ -11,7 +11,7 @@ if not dist.is_available():
     pytest.skip("torch was built without torch.distributed", allow_module_level=True)
 
 from torch import nn  # noqa: E402
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module  # noqa: E402
 from torch.nn.functional import scaled_dot_product_attention  # noqa: E402
@@ -319,3 +319,19 @@ def test_what_cannot_be_told_is_refused_on_every_rank_with_the_reason(tmp_path):
     )
     assert steps == "every rank's monitor must observe the same step, got [0, 1] by rank"
     assert shards == "every shard of the heads must see a, got none by [0]"
+
+
+def ask_for_the_group_of_a_mesh(rank, world):
+    """Return how many groups were made for two of three processes."""
+    mesh = DeviceMesh("cpu", torch.tensor([[0, 1]]), mesh_dim_names=("dp", "tp"))
+    if rank == 2:
+        return 0
+    made, new_group = [], torch.distributed.new_group
+    torch.distributed.new_group = lambda *args, **options: made.append(args) or new_group(*args, **options)
+    groups = {id(Ranks.of(None, mesh).group) for _ in range(3)}
+    return len(made), len(groups)
+
+
+@pytest.mark.long
+def test_a_mesh_of_some_processes_has_one_group(tmp_path):
+    assert run_ranks(tmp_path, 3, ask_for_the_group_of_a_mesh) == [(1, 1), (1, 1), 0]

@@ -1,51 +1,20 @@
-"""Monitoring training: looks now and then, alerts, clipping; in a loop, on several ranks, in a Trainer."""
+"""Monitoring training: observed steps and calls, what is written, and what fails."""
 
-import datetime
 import json
+import re
+import types
 import warnings
 
 import numpy as np
 import pytest
 import torch
 
-from ranks import run_ranks
+from monitored import TOKENS, Looks, X, make_model, regression, train
 from sqrtdk import SqrtdkError
 from sqrtdk.diagnosis.trend_rules import spread_of_scores
 from sqrtdk.errors import SqrtdkWarning
-from sqrtdk.torch import Monitor, StopTraining, watch
-from torch_watched import WIDTH, ByHand, Fused, Stack, hooks_now, make_input
-
-TOKENS = 96
-X = make_input(batch=4, tokens=TOKENS, seed=1)
-
-
-class Looks(list):
-    def __call__(self, step, entry):
-        self.append((step, entry))
-
-    @property
-    def steps(self):
-        return [step for step, _ in self]
-
-
-def make_model():
-    torch.manual_seed(0)
-    return Stack(ByHand(), Fused())
-
-
-def train(model, monitor, steps, parts=1, rate=1e-3, loss=None):
-    """Adam on a regression; a step has several micro-batches if asked."""
-    optimiser = torch.optim.Adam(model.parameters(), lr=rate)
-    for _ in range(steps):
-        for part in X.chunk(parts):
-            (loss or regression)(model, part).backward()
-        optimiser.step()
-        optimiser.zero_grad()
-        monitor.step()
-
-
-def regression(model, x):
-    return (model(x) - x.roll(1, 1)).square().mean()
+from sqrtdk.torch import Monitor, watch
+from torch_watched import WIDTH, ByHand, Fused, Stack, hooks_now
 
 
 def test_one_step_in_every_few_is_looked_at_micro_batches_together():
@@ -155,54 +124,6 @@ def test_early_steps_are_observed_and_one_more_where_a_head_fell():
     assert ratios[-2] < 0.1 < ratios[0]
 
 
-def break_model(model):
-    model.layers[0].q_proj.bias.data[0] = torch.nan
-
-
-def test_a_severe_alert_stops_a_loop_after_it_was_written():
-    model, looks = make_model(), Looks()
-    with Monitor(model, to=looks, every=1, on_alert=print, stop_on="severe") as monitor:
-        model(X)
-        monitor.step()
-        break_model(model)
-        model(X)
-        with pytest.raises(StopTraining, match="NaN or infinite") as caught:
-            monitor.step()
-    assert caught.value.alert.rule == "non-finite-rows"
-    assert [alert["rule"] for alert in looks[-1][1]["alerts"]] == ["non-finite-rows"]
-    assert "1 alert stands\n  layers.0, head 0: " in repr(monitor)
-
-
-def test_what_on_alert_raises_to_stop_is_not_swallowed():
-    def stop(alert):
-        raise StopTraining("enough")
-
-    for model, on_alert, expected in [(make_model(), stop, "enough"), (make_model(), lambda alert: 1 / 0, None)]:
-        break_model(model)
-        with Monitor(model, to=Looks(), every=1, on_alert=on_alert) as monitor:
-            model(X)
-            if expected is None:
-                with pytest.warns(SqrtdkWarning, match="failed at on_alert and goes on: ZeroDivisionError"):
-                    monitor.step()
-            else:
-                with pytest.raises(StopTraining, match=expected):
-                    monitor.step()
-
-
-def test_a_scale_that_was_not_declared_is_alerted_at_the_first_step():
-    torch.manual_seed(0)
-
-    model, alerts = Stack(ByHand()), []
-    model.layers[0].way = lambda q, k, v: ((q @ k.transpose(-1, -2)).softmax(-1), v)
-    with Monitor(model, to=Looks(), every=1, on_alert=alerts.append) as monitor:
-        for _ in range(4):
-            model(X)
-            monitor.step()
-    assert [(alert.step, alert.rule) for alert in alerts] == [(0, "scale-undeclared")] * len(alerts)
-    assert alerts
-    assert "No scale is applied" in repr(alerts[0])
-
-
 def test_only_calls_with_gradients_that_are_not_paused_belong_to_a_step():
     model, looks = make_model(), Looks()
     with Monitor(model, to=looks, every=1) as monitor:
@@ -210,6 +131,8 @@ def test_only_calls_with_gradients_that_are_not_paused_belong_to_a_step():
         with torch.no_grad():
             model(10 * X)  # generation in training mode
         with monitor.paused():
+            with monitor.paused():
+                model(10 * X)
             model(10 * X)
         monitor.step()
         model(X)
@@ -236,31 +159,6 @@ def test_a_forgotten_step_is_warned_of():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run(forget=False)
-
-
-@pytest.mark.slow
-def test_a_run_that_restarts_raises_what_an_uninterrupted_one_raises():
-    def run(restart):
-        model, looks, alerts = make_model(), Looks(), []
-        state = None
-        for begin in range(0, 24, 4 if restart else 24):
-            with Monitor(model, to=looks, every=1, on_alert=alerts.append) as monitor:
-                if state is not None:
-                    monitor.load_state_dict(json.loads(json.dumps(state)))
-                for _ in range(begin, begin + (4 if restart else 24)):
-                    model.layers[1].q_proj.weight.data.mul_(1.05)
-                    model(X)
-                    monitor.step()
-                state = monitor.state_dict()
-        return looks, alerts
-
-    (looks, alerts), (again, others) = run(False), run(True)
-    assert alerts == others != []
-    assert again.steps == looks.steps == list(range(24))
-    assert len({entry["run"] for _, entry in again}) == 1
-    assert [step for step, entry in again if entry["restart"] == "resumed"] == [4, 8, 12, 16, 20]
-    with pytest.raises(SqrtdkError, match=r"state must be what state_dict\(\) returned, got KeyError\('trend'\)"):
-        Monitor(make_model(), to=Looks()).load_state_dict({"run": "a", "step": 1})
 
 
 def test_a_rewound_run_is_marked():
@@ -295,48 +193,6 @@ def test_layers_are_chosen_by_pattern_and_what_was_not_understood_is_named():
     assert (list(whole["layers"]), list(part["layers"])) == (["layers.1"], [])
     assert list(whole["unseen"]) == list(part["unseen"]) == ["layers.0"]
     assert "softmax" in whole["unseen"]["layers.0"]
-
-
-def longer_queries(model, x):
-    """A loss that pays for long queries: logits grow."""
-    return regression(model, x) - model.layers[1].q_proj(x).square().mean()
-
-
-@pytest.mark.slow
-def test_growing_logits_are_alerted_once_with_their_cause_and_clipping_stops_them():
-    def run(**options):
-        model, looks, alerts = make_model(), Looks(), []
-        with Monitor(model, to=looks, every=1, on_alert=alerts.append, **options) as monitor:
-            train(model, monitor, 24, rate=0.05, loss=longer_queries)
-            standing = monitor.alerts
-        largest = [max(entry["layers"]["layers.1"]["max_logit"]) for _, entry in looks]
-        return looks, alerts, standing, largest
-
-    looks, alerts, standing, largest = run()
-    grown = [alert for alert in alerts if alert.rule == "logit-growth" and alert.layer == "layers.1"]
-    assert [alert.severity for alert in grown] in (["warning"], ["warning", "error"])  # one for all heads
-    assert "the length of q grew most" in grown[0].cause
-    assert "qk_clip_" in grown[0].remedy
-    assert {alert.rule for alert in standing} >= {"logit-growth"}
-    assert [one for _, entry in looks for one in entry["alerts"]] == [alert.as_json() for alert in alerts]
-    looks, alerts, _, clipped = run(clip=80.0)
-    assert not any("qk_clip_" in alert.remedy for alert in alerts)
-    assert largest[-1] > 150
-    assert max(clipped[1:]) < 110  # of the weights that a clip left and one step has moved
-    assert any(entry["clipped"]["heads"] for _, entry in looks)
-
-
-def test_alerts_warn_by_default():
-    model = make_model()
-    model.layers[0].q_proj.bias.data[0] = torch.nan
-    with Monitor(model, to=Looks(), every=1) as monitor:
-        model(X)
-        with pytest.warns(SqrtdkWarning, match=r"layers.0, head 0: .* \(step 0, error: non-finite-rows\)"):
-            monitor.step()
-        model(X)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            monitor.step()
 
 
 def test_what_fails_is_said_once_and_training_goes_on():
@@ -379,6 +235,11 @@ def test_bad_arguments_are_named(tmp_path):
         ({"on_alert": 3}, "on_alert must be a function"),
         ({"clip": 0.0}, "clip must be positive and finite, got 0.0"),
         ({"stop_on": "bad"}, "unknown stop_on 'bad'; known: any, severe"),
+        ({"steps": 3}, r"steps must be a pair \(first, last\), either of them None, got 3"),
+        ({"steps": (5, 4)}, "last of steps must be at least 5, got 4"),
+        ({"rows": "label"}, "unknown rows 'label'; known: labels"),
+        ({"rows": 3}, "rows must be None, .* got int"),
+        ({"optimiser": 3}, "optimiser must have param_groups"),
     ]:
         with pytest.raises(SqrtdkError, match=message):
             Monitor(model, **{"to": Looks(), **options})
@@ -386,132 +247,165 @@ def test_bad_arguments_are_named(tmp_path):
         Monitor(None, to=Looks())
 
 
-def monitor_on_rank(rank, world):
-    """What a rank of a data-parallel run writes and has afterwards; ranks have other data."""
-    model, looks, alerts = torch.nn.parallel.DistributedDataParallel(make_model()), Looks(), []
-    torch.manual_seed(rank)
-    optimiser = torch.optim.SGD(model.parameters(), lr=1e-3)
-    with Monitor(model, to=looks, every=1, clip=30.0, on_alert=alerts.append) as monitor:
-        for _ in range(2):
-            (model((1 + rank) * torch.randn(2, 64, WIDTH)).square().mean()).backward()
-            optimiser.step()
-            optimiser.zero_grad()
+def test_only_steps_in_the_range_are_observed_both_ends_included():
+    model, looks = make_model(), Looks()
+    with Monitor(model, to=looks, every=4, steps=(1, 10)) as monitor:
+        for _ in range(14):
+            model(X)
             monitor.step()
-        weights = [parameter.detach().numpy().copy() for parameter in model.parameters()]
-        model.module.layers[0].q_proj.bias.data[0] = torch.nan if rank == 1 else 0.0
-        with torch.enable_grad():
-            model.module(torch.randn(2, 64, WIDTH))
-        monitor.step()
-    return (
-        [(step, entry["layers"]["layers.0"]["max_logit"], entry["clipped"]) for step, entry in looks],
-        weights,
-        alerts,
-    )
+    assert looks.steps == [1, 2, 4, 8, 10]
 
 
-@pytest.mark.long
-def test_ranks_look_together_clip_alike_and_the_first_one_writes(tmp_path):
-    (first, weights, alerts), (second, others, its_alerts) = run_ranks(tmp_path, 2, monitor_on_rank)
-    assert second == []
-    assert [step for step, *_ in first] == [0, 1, 2]
-    assert [alert.rule for alert in alerts][-1] == "non-finite-rows"  # of the second rank's weights
-    assert repr(alerts) == repr(its_alerts)
-    assert first[0][2]["heads"]
-    largest = max(head["before"] for head in first[0][2]["heads"] if head["layer"] == "layers.0")
-    assert largest == pytest.approx(max(first[0][1]), rel=1e-4)  # of all ranks, as the numbers are
-    for one, other in zip(weights, others, strict=True):
-        np.testing.assert_array_equal(one, other)
+def test_a_closed_monitor_stays_closed_in_a_trainers_run():
+    model, looks, before = make_model(), Looks(), hooks_now()
+    monitor = Monitor(model, to=looks, every=1)
+    monitor.close()
+    monitor._begin_run(model)
+    monitor._begin()
+    assert hooks_now() == before
+    other = Monitor(model, to=looks, every=1)
+    other._end_run()
+    other._begin_run(model)  # the Trainer runs again
+    other._begin()
+    assert hooks_now() != before
+    other.close()
 
 
-def observe_other_steps(rank, world):
-    model = make_model()
-    with Monitor(model, to=Looks(), every=1, first_step=3 + rank) as monitor:
-        model(X)
-        monitor.step()
+class Labelled(Stack):
+    """Model with the arguments of a language model."""
+
+    def forward(self, inputs, labels=None, attention_mask=None):
+        return super().forward(inputs, attention_mask)
 
 
-def observe_on_the_first_rank_alone(rank, world):
-    if rank:
-        return None
-    from sqrtdk.torch.training import monitor
-
-    monitor.WAIT = datetime.timedelta(seconds=3)
-    return observe_other_steps(0, world)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("task", "says"),
-    [
-        (observe_other_steps, "every rank's monitor must observe the same step, got [3, 4] by rank"),
-        (observe_on_the_first_rank_alone, "the monitor of rank 0 waited for the other ranks at step 3 in vain"),
-    ],
-)
-def test_ranks_that_do_not_meet_end_in_an_error_that_names_the_monitor(tmp_path, task, says):
-    assert says in run_ranks(tmp_path, 2, task)[0]
-
-
-@pytest.mark.long
-@pytest.mark.filterwarnings("default")
-def test_a_trainer_of_transformers(tmp_path):
-    """A real run: gradient accumulation, evaluation between steps, resumed from a checkpoint."""
-    transformers = pytest.importorskip("transformers")
+def count_rows(rows, *args, wrap=lambda model: model, **options):
+    """Return the rows of a head in each layer, and what was said."""
     torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=40, n_positions=64, n_embd=16, n_layer=2, n_head=2, bos_token_id=None, eos_token_id=None
-    )
-    tokens = torch.randint(0, 40, (32, 48), generator=torch.Generator().manual_seed(0))
-    data = [{"input_ids": row, "labels": row} for row in tokens]
+    model, looks = Labelled(Fused(), ByHand()), Looks()
+    with warnings.catch_warnings(record=True) as said, Monitor(wrap(model), to=looks, every=1, rows=rows) as monitor:
+        warnings.simplefilter("always")
+        wrap(model)(*args, **options)
+        monitor.step()
+    (entry,) = (entry for _, entry in looks)
+    return [layer["rows"][0] for layer in entry["layers"].values()], [str(one.message) for one in said]
 
-    def run(looks, steps, stop_on=None, model_init=None, **options):
-        torch.manual_seed(0)
-        model = transformers.GPT2LMHeadModel(config)
-        args = transformers.TrainingArguments(
-            output_dir=str(tmp_path / "run"),
-            max_steps=steps,
-            per_device_train_batch_size=4,
-            gradient_accumulation_steps=2,
-            eval_strategy="steps",
-            eval_steps=2,
-            save_steps=4,
-            logging_strategy="no",
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
-        )
-        monitor = Monitor(model, to=looks, every=2, on_alert=print, stop_on=stop_on)
-        made = None if model_init is None else model
-        trainer = transformers.Trainer(
-            None if model_init else model,
-            args,
-            train_dataset=data,
-            eval_dataset=data[:4],
-            callbacks=[monitor.callback()],
-            model_init=model_init,
-        )
-        trainer.train(**options)
-        assert made is not trainer.model
-        return trainer
 
-    looks = Looks()
-    run(looks, 6)
-    assert looks.steps == [0, 1, 2, 4]
-    assert list(looks[0][1]["layers"]) == ["transformer.h.0.attn", "transformer.h.1.attn"]
-    assert all(len(entry["layers"]["transformer.h.0.attn"]["max_logit"]) == 2 for _, entry in looks)
-    looks = Looks()
-    run(looks, 8, resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
-    assert looks.steps == [4, 6]
-    assert [entry["restart"] for _, entry in looks] == ["resumed", None]
-    state = json.loads((tmp_path / "run" / "checkpoint-8" / "sqrtdk_monitor.json").read_text())
-    assert [step for step, _ in state["trend"]["points"]] == [0, 1, 2, 4, 6]
-    # A model that the Trainer made itself is observed, and a severe alert stops it.
-    looks = Looks()
+def test_rows_are_chosen_by_labels_or_by_a_function_within_the_attention_mask():
+    labels = torch.zeros(X.shape[:2], dtype=torch.long)
+    labels[0, :40] = -100  # a prompt
+    labels[1] = -100
+    mask = torch.ones_like(labels)
+    mask[2, 90:] = 0
+    number = labels.numel()
+    assert count_rows(None, X, labels, mask) == ([number - 6] * 2, [])
+    assert count_rows("labels", X, labels, mask) == ([number - TOKENS - 40 - 6] * 2, [])
+    assert count_rows("labels", X, labels=labels) == ([number - TOKENS - 40] * 2, [])
+    assert count_rows(lambda given: given["labels"] == 0, X, labels) == ([number - TOKENS - 40] * 2, [])
+    assert count_rows(lambda given: None, X) == ([number] * 2, [])
+    # A function that does not fit is named once, and training goes on with all rows.
+    for rows, error in [
+        (
+            "labels",
+            r"InvalidTypeError: the model must be called with labels \[B, L\], got NoneType; give rows= a function",
+        ),
+        (lambda given: given["targets"], "rows= has no effect: KeyError: 'targets'"),
+        (lambda given: given["inputs"], r"must give a boolean mask \[B, L\], got torch.float32 \[4, 96, 16\]"),
+    ]:
+        counted, said = count_rows(rows, X)
+        assert counted == [number] * 2
+        assert re.search(error, *said)
 
-    def make_broken():
-        model = transformers.GPT2LMHeadModel(config)
-        model.transformer.h[0].attn.c_attn.bias.data[0] = torch.nan
-        return model
 
-    trainer = run(looks, 6, stop_on="severe", model_init=make_broken)
-    assert looks.steps == [0]
-    assert trainer.state.global_step == 1
+def test_rows_are_chosen_for_a_wrapped_model():
+    labels = torch.zeros(X.shape[:2], dtype=torch.long)
+    labels[1] = -100
+
+    class Wrapper(torch.nn.parallel.DataParallel):
+        """Passes arguments on without their names, as data-parallel wrappers do."""
+
+        def forward(self, *inputs, **options):
+            return self.module(*inputs, **options)
+
+    assert count_rows("labels", X, labels, wrap=Wrapper) == ([labels.numel() - TOKENS] * 2, [])
+
+
+def test_labels_of_an_encoder_decoder_model_choose_rows_of_its_decoder():
+    class Both(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder, self.decoder = Fused(), Fused()
+            self.config = types.SimpleNamespace(is_encoder_decoder=True)
+
+        def forward(self, inputs, labels):
+            return self.decoder(self.encoder(inputs))
+
+    labels = torch.zeros(X.shape[:2], dtype=torch.long)
+    labels[:, 50:] = -100
+    model, looks = Both(), Looks()
+    with Monitor(model, to=looks, every=1, rows="labels") as monitor:
+        model(X, labels)
+        monitor.step()
+    rows = {path: layer["rows"][0] for path, layer in looks[0][1]["layers"].items()}
+    assert rows == {"encoder": 4 * TOKENS, "decoder": 4 * 50}
+
+
+def test_packed_sequences_are_counted_and_measured_as_single_ones():
+    class Packed(Fused):
+        def forward(self, x, owner):
+            q, k, v = (self.split(f(x)) for f in (self.q_proj, self.k_proj, self.v_proj))
+            places = torch.arange(x.shape[1])
+            visible = (owner[:, None, :, None] == owner[:, None, None, :]) & (places[:, None] >= places)
+            output = torch.nn.functional.scaled_dot_product_attention(q, k, v, visible)
+            return output.transpose(1, 2).flatten(2)
+
+    torch.manual_seed(0)
+    model, looks = Packed(), Looks()
+    lengths = (50, 30, 16)
+    owner = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
+    with Monitor(model, to=looks, every=1) as monitor:
+        model(X[:1], owner)
+        monitor.step()
+        for part in X[:1].split(lengths, dim=1):
+            model(part, torch.zeros(part.shape[:2]))
+        monitor.step()
+    packed, single = (entry["layers"][""] for _, entry in looks)
+    assert packed["rows"] == single["rows"] == [sum(lengths)] * 4
+    for name in ("max_logit", "entropy_ratio", "saturation_index"):
+        np.testing.assert_allclose(packed[name], single[name], rtol=1e-3)
+
+
+FLEXIBLE = {
+    "nothing": (None, True),
+    "a soft cap": (lambda score, b, h, i, j: 20 * torch.tanh(score / 20), True),
+    "a position bias": (lambda score, b, h, i, j: score - 0.1 * (h + 1) * (i - j), True),
+    "a square": (lambda score, b, h, i, j: score * score, False),
+    "a factor per position": (lambda score, b, h, i, j: score * torch.log(i + 2.0), False),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("name", FLEXIBLE)
+def test_a_flex_layer_beside_another_is_measured_or_named(name, is_compiled):
+    from torch.nn.attention.flex_attention import flex_attention
+
+    score, is_known = FLEXIBLE[name]
+    attend = torch.compile(flex_attention, backend="eager") if is_compiled else flex_attention
+
+    class Flexible(Fused):
+        def forward(self, x, attention_mask=None):
+            q, k, v = (self.split(f(x)) for f in (self.q_proj, self.k_proj, self.v_proj))
+            return attend(q, k, v, score_mod=score).transpose(1, 2).flatten(2)
+
+    torch.manual_seed(0)
+    # torch has no gradients of flex_attention on CPUs, so that layer is frozen.
+    model, looks = Stack(Flexible().requires_grad_(False), Fused()), Looks()
+    with Monitor(model, to=looks, every=1) as monitor:
+        regression(model, X).backward()
+        monitor.step()
+    ((_, entry),) = looks
+    reason = {"layers.0": "the score function of flex_attention is more than a factor, a soft cap and a bias"}
+    assert list(entry["layers"]) == ["layers.0", "layers.1"][not is_known :]
+    assert entry["unseen"] == ({} if is_known else reason)
+    assert all(layer["rows"] == [4 * TOKENS] * 4 for layer in entry["layers"].values())

@@ -19,6 +19,7 @@ from sqrtdk.operation.call import BY_ROW, Backward, Call, Forward, GradientReque
 from sqrtdk.operation.dropout import draw_kept, growth_of_kept
 from sqrtdk.operation.engines.row_statistics import describe
 from sqrtdk.operation.visibility import as_truth
+from sqrtdk.scales import default_factor
 from sqrtdk.statistics import COUNTS, MEASURES, ROW_FIELDS, AttentionStatistics
 
 Array = npt.NDArray[Any]
@@ -83,7 +84,7 @@ def scaled_dot_product_attention(
     dtype = np.result_type(Q, K, V)
     dtype = np.dtype(np.float64) if dtype.kind in "biu" else dtype
     Q, K, V = Q.astype(np.float64), K.astype(np.float64), V.astype(np.float64)
-    factor = 1.0 / math.sqrt(max(Q.shape[-1], 1)) if scale is None else scale
+    factor = default_factor(max(Q.shape[-1], 1)) if scale is None else scale
     if not np.isfinite(factor):
         raise InvalidValueError("scale", f"must be finite, got {scale}")
     with np.errstate(all="ignore"):

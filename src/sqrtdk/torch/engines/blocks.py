@@ -103,10 +103,10 @@ def _soften(entries: Entries, tile: Tile, *, every_score: bool) -> list[tuple[Bl
     Each row sees its keys in one of the two and nothing in the other, so the results can be added, and the bits of a
     row do not depend on other rows.
     """
-    dtype, wide = working_dtype(entries.q.dtype), wide_dtype(entries.q.device)
+    dtype, wide = working_dtype(entries.call.query.dtype), wide_dtype(entries.call.query.device)
     block = cut_block(entries, tile, dtype)
     soft = compute_softmax(block)
-    if dtype == wide or entries.q.device.type == "meta":
+    if dtype == wide or entries.call.query.device.type == "meta":
         return [(block, soft)]
     rows = _find_wide_rows(entries.call, block, soft, every_score)
     if rows is None:
@@ -190,7 +190,7 @@ def _differentiate_tile(
     entries: Entries, tile: Tile, slope: Tensor, slope_of_weights: Tensor | None, scale_too: bool
 ) -> tuple[Backward, Tensor]:
     """Return the gradients of a tile, and those of its logits."""
-    wide = wide_dtype(entries.q.device)
+    wide = wide_dtype(entries.call.query.device)
     parts = []
     for block, soft in _soften(entries, tile, every_score=scale_too):
         part = differentiate_block(block, soft, slope, slope_of_weights, scale_too)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sqrtdk.operation.call import Call
+from sqrtdk.operation.call import ARRAYS, FIELDS, Call, full_shape
 from sqrtdk.operation.dropout import draw_kept, growth_of_kept
 from sqrtdk.operation.visibility import as_truth
 
@@ -41,26 +41,19 @@ def _block_elements(call: Call) -> int:
 
 @dataclass(eq=False)
 class Entries:
-    """A call of rank 4: `[N, H, L, ·]`, scale, alibi `[N, H, L]`, mask `[N, H, L, S]`, sinks `[N, H]`, all views.
+    """A call of rank 4, its arrays broadcast in full: `[N, H, L, ·]`, numbers per row `[N, H, L]`, per head `[N, H]`.
 
     `at` is where it lies in the outer leading axes of a call of higher rank, `first_row` the number of its first row.
     """
 
     call: Call
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    scale: Tensor | None
-    mask: Tensor | None
-    sinks: Tensor | None
-    alibi: Tensor | None
     at: tuple[int, ...]
     first_row: int = 0
 
     @property
     def shared(self) -> int:
         """R, the query heads per key/value head."""
-        return int(self.q.shape[1]) // max(int(self.k.shape[1]), 1)
+        return self.call.shared
 
 
 def cut_entries(call: Call) -> Iterator[Entries]:
@@ -70,24 +63,17 @@ def cut_entries(call: Call) -> Iterator[Entries]:
     """
     if not call.query.numel():
         return
-    rows = call.query.shape[:-1]
-    scale, alibi = (None if x is None else x.expand(rows) for x in (call.scale, call.alibi))
-    mask = None if call.mask is None else call.mask.expand(call.logits_shape)
-    sinks = None if call.sinks is None else call.sinks.expand(call.heads_shape)
-    outer = rows[:-3]
-    for number, at in enumerate(itertools.product(*map(range, outer))):
-        yield Entries(
-            call,
-            as_rank(call.query[at], 4),
-            as_rank(call.key[at], 4),
-            as_rank(call.value[at], 4),
-            None if scale is None else as_rank(scale[at], 3),
-            None if mask is None else as_rank(mask[at], 4),
-            None if sinks is None else as_rank(sinks[at], 2),
-            None if alibi is None else as_rank(alibi[at], 3),
-            at,
-            number * math.prod(rows[-3:]),
-        )
+    rows, arrays = call.rows, list(expand_arrays(call))
+    for number, at in enumerate(itertools.product(*map(range, rows[:-3]))):
+        part: dict[str, Any] = {name: as_rank(x[at], rank) for name, x, rank in arrays}
+        yield Entries(call._replace(**part), at, number * math.prod(rows[-3:]))
+
+
+def expand_arrays(call: Call) -> Iterator[tuple[str, Tensor, int]]:
+    """Yield the name of each array that the call has, the array broadcast in full, and its axes in a call of rank 4."""
+    for name, x in zip(ARRAYS, call.arrays, strict=True):
+        if x is not None:
+            yield name, x.expand(full_shape(name, call)), 4 - (FIELDS[name].lacks or 0)
 
 
 def as_rank(x: Tensor, rank: int) -> Tensor:
@@ -106,12 +92,13 @@ class Tile(NamedTuple):
 
 def cut_tiles(entries: Entries) -> Iterator[Tile]:
     """Yield tiles of about BLOCK_ELEMENTS logits each, with whole batch entries and heads if they fit."""
-    batch, _, queries = entries.q.shape[:3]
-    groups, keys = entries.k.shape[1:3]
-    block = _block_elements(entries.call)
+    call = entries.call
+    batch, _, queries = call.query.shape[:3]
+    groups, keys = call.key.shape[1:3]
+    block = _block_elements(call)
     rows_at_once = max(block // max(entries.shared * keys, 1), 1)
     # Keys and values of several heads may have to be gathered, within the same limit.
-    gathered = keys * max(entries.k.shape[-1], entries.v.shape[-1], 1)
+    gathered = keys * max(call.key.shape[-1], call.value.shape[-1], 1)
     groups_at_once = max(min(rows_at_once // max(queries, 1), block // max(gathered, 1)), 1)
     batch_at_once = max(groups_at_once // max(groups, 1), 1)
     corners = itertools.product(
@@ -123,7 +110,7 @@ def cut_tiles(entries: Entries) -> Iterator[Tile]:
             slice(n, min(n + batch_at_once, batch)),
             slice(g, min(g + groups_at_once, groups)),
             rows,
-            entries.call.band.keys_of(rows, keys),
+            call.band.keys_of(rows, keys),
         )
 
 
@@ -160,25 +147,24 @@ def cut_block(entries: Entries, tile: Tile, dtype: torch.dtype) -> Block:
     n, g, i, j = tile
     h = slice(g.start * shared, g.stop * shared)
     visible, bias = _visibility(entries, tile, h, dtype)
-    distances = None
-    if entries.alibi is not None:
-        distances = call.band.distances(_count(entries, i), _count(entries, j)).to(dtype)
-        sloped = by_group(entries.alibi[n, h, i].to(dtype), shared)[..., None] * distances
+    by_position = find_position_bias(call, _count(entries, i), _count(entries, j), lambda x: x[n, h, i], dtype)
+    if by_position.bias is not None:
+        sloped = by_group(by_position.bias, shared)
         bias = sloped if bias is None else bias + sloped
     scale: Tensor | float = call.factor
-    if entries.scale is not None:
-        scale = by_group(entries.scale[n, h, i].to(dtype), shared)[..., None]
+    if call.scale is not None:
+        scale = by_group(call.scale[n, h, i].to(dtype), shared)[..., None]
     sink = None
-    if entries.sinks is not None:
-        sink = by_group(entries.sinks[n, h].to(dtype), shared)[..., None, None]
+    if call.sinks is not None:
+        sink = by_group(call.sinks[n, h].to(dtype), shared)[..., None, None]
     return Block(
-        q=by_group(entries.q[n, h, i].to(dtype), shared),
-        k=entries.k[n, g, j].to(dtype),
-        v=entries.v[n, g, j].to(dtype),
+        q=by_group(call.query[n, h, i].to(dtype), shared),
+        k=call.key[n, g, j].to(dtype),
+        v=call.value[n, g, j].to(dtype),
         scale=scale,
         visible=visible,
         bias=bias,
-        distances=distances,
+        distances=by_position.distances,
         softcap=call.softcap,
         sink=sink,
         keep=_draw_kept(entries, tile, h) if call.dropout else None,
@@ -186,11 +172,28 @@ def cut_block(entries: Entries, tile: Tile, dtype: torch.dtype) -> Block:
     )
 
 
+class PositionBias(NamedTuple):
+    """Bias `[..., l, s]` that follows from positions, and the distances `[l, s]` in it; None for a call without."""
+
+    bias: Tensor | None = None
+    distances: Tensor | None = None
+
+
+def find_position_bias(
+    call: Call, rows: Tensor, keys: Tensor, pick: Callable[[Tensor], Tensor], dtype: torch.dtype
+) -> PositionBias:
+    """Return slope·(j − i − offset) for the rows `[l]` and keys `[s]`; `pick` selects these rows of an array."""
+    if call.alibi is None:
+        return PositionBias()
+    distances = call.band.distances(rows, keys).to(dtype)
+    return PositionBias(pick(call.alibi).to(dtype)[..., None] * distances, distances)
+
+
 def _draw_kept(entries: Entries, tile: Tile, h: slice) -> Tensor:
     """Return which weights of a tile dropout keeps: the same in both passes, and however the call is cut."""
     call = entries.call
     assert call.seed is not None
-    _, heads, queries = entries.q.shape[:3]
+    heads, queries = call.heads, call.queries
     of_heads = _count(entries, tile.n)[:, None] * heads + _count(entries, h)
     rows = entries.first_row + of_heads[:, :, None] * queries + _count(entries, tile.i)
     every_row, keys = by_group(rows, entries.shared)[..., None], _count(entries, tile.j)
@@ -199,15 +202,16 @@ def _draw_kept(entries: Entries, tile: Tile, h: slice) -> Tensor:
 
 
 def _count(entries: Entries, part: slice) -> Tensor:
-    return torch.arange(part.start, part.stop, device=entries.q.device)
+    return torch.arange(part.start, part.stop, device=entries.call.query.device)
 
 
 def _visibility(entries: Entries, tile: Tile, h: slice, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
     """Return which keys each row of a tile sees, broadcastable to the logits (None: all), and the bias."""
     visible = entries.call.band.sees(_count(entries, tile.i), _count(entries, tile.j))
-    if entries.mask is None:
+    mask = entries.call.mask
+    if mask is None:
         return visible, None
-    mask = by_group(entries.mask[tile.n, h, tile.i, tile.j], entries.shared)
+    mask = by_group(mask[tile.n, h, tile.i, tile.j], entries.shared)
     allowed = as_truth(mask)
     visible = allowed if visible is None else allowed & visible
     return visible, None if mask.dtype == torch.bool else mask.to(dtype)

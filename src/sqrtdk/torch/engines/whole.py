@@ -5,6 +5,8 @@ It holds every logit, and is used for second derivatives and forward mode only.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,7 @@ from sqrtdk.torch.engines.softmax import (
     multiply,
     visible_like,
 )
-from sqrtdk.torch.engines.tiles import Block, Entries, Tile, as_rank, by_group, cut_block, wide_dtype
+from sqrtdk.torch.engines.tiles import Block, Entries, Tile, as_rank, by_group, cut_block, expand_arrays, wide_dtype
 from sqrtdk.torch.internals import without_derivatives
 
 
@@ -119,16 +121,11 @@ def _describe(call: Call, block: Block, soft: Softmax, poison: Tensor) -> tuple[
 def _cut_whole(call: Call) -> tuple[Block, Tensor, Tensor]:
     """All of the call as one block with its non-finite vectors zeroed; NaN for the rows that see one, else 1; and the
     same for rows whose logits one reaches: those of q and k alone."""
-    rows, keys = call.rows, call.key.shape[-2]
-    q, k, v = (as_rank(x, 4).flatten(0, -4) for x in (call.query, call.key, call.value))
-    by_row = (call.scale, call.alibi)
-    scale, alibi = (None if x is None else as_rank(x.expand(rows), 3).flatten(0, -3) for x in by_row)
-    mask = None
-    if call.mask is not None:
-        mask = as_rank(call.mask.expand(call.logits_shape), 4).flatten(0, -4)
-    sinks = None if call.sinks is None else as_rank(call.sinks.expand(call.heads_shape), 2).flatten(0, -2)
+    keys = call.key.shape[-2]
+    joined: dict[str, Any] = {name: as_rank(x, rank).flatten(0, -rank) for name, x, rank in expand_arrays(call)}
+    q, k = joined["query"], joined["key"]
     tile = Tile(slice(0, q.shape[0]), slice(0, k.shape[1]), slice(0, q.shape[2]), slice(0, keys))
-    block = cut_block(Entries(call, q, k, v, scale, mask, sinks, alibi, ()), tile, wide_dtype(q.device))
+    block = cut_block(Entries(call._replace(**joined), ()), tile, wide_dtype(q.device))
     visible = visible_like(block, (*block.q.shape[:-1], keys))
     (block.q, bad_q), (block.k, bad_k), (block.v, bad_v) = (_set_aside(x) for x in (block.q, block.k, block.v))
     block.may_be_traced = True

@@ -76,7 +76,7 @@ class HeadEffects(Shown, PlainRecord):
             )
             for effect in self.effects
         ]
-        loss = f"; loss without it {self.baseline_loss:.5g}" if has_loss else ""
+        loss = f"; loss without it {write_number(self.baseline_loss, 5)}" if has_loss else ""
         missing = f"; not reached: {', '.join(self.unreached)}" if self.unreached else ""
         columns = ("layer", "head", *(["loss"] if has_loss else []), "output", "1 − cos")
         return Table(f"{count(len(rows), 'head')}, {self.change}{loss}{missing}", columns, rows, left=1)

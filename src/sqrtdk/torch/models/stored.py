@@ -21,6 +21,7 @@ from sqrtdk.show.table import count
 from sqrtdk.torch.models.audit import MisfitError, audit
 from sqrtdk.torch.models.inputs import IN_PYTHON, Feed, propose_feeds
 from sqrtdk.torch.transformers_internals import build_model, has_base_model
+from sqrtdk.wording.numbers import write_number
 
 __all__ = ["StoredModel", "audit_stored", "load_model"]
 
@@ -103,8 +104,8 @@ def _require_stored(kind: Any, config: Any, path: Path) -> None:
     # The smallest formats have one bit per number, and half of the tensors may be missing. Small models always fit.
     if asked > max(16 * stored, 2**30):
         raise InvalidValueError(
-            f"config.json in {str(path)!r} must be that of its weights, got one for {asked:.3g} numbers beside "
-            f"{stored} bytes of safetensors"
+            f"config.json in {str(path)!r} must be that of its weights, got one for {write_number(asked, 3)} numbers "
+            f"beside {stored} bytes of safetensors"
         )
 
 

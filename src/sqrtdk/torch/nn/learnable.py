@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sqrtdk import checks
 from sqrtdk.errors import InvalidValueError, unknown_name
-from sqrtdk.scales import LEARNABLE, Cosine, Policy
+from sqrtdk.scales import LEARNABLE, Cosine, Policy, default_factor
 from sqrtdk.scales import QKNorm as FixedQKNorm
 from sqrtdk.torch.scales import LearnableScale, TensorContext
 
@@ -84,7 +84,7 @@ class _HeadGain(HeadScale):
         """Return e^log_gain/√dₖ, `[H, 1]` or `[]`."""
         self._require_call(context.query)
         gain = self._bounded(self.log_gain.to(_working_dtype(context.query, self.log_gain))).exp()
-        return self._beside_rows(gain * (1.0 / math.sqrt(self.d_k)), context.query)
+        return self._beside_rows(gain * default_factor(self.d_k), context.query)
 
     def _bounded(self, log_gain: Tensor) -> Tensor:
         return log_gain if self._most is None else _clamp_above(log_gain, self._most)
@@ -176,7 +176,7 @@ class QueryTemperature(HeadScale):
             log_gain = self._beside_rows(self.slope.to(dtype), query) * position + bias
             # A factor shared by all heads is still one per query: two axes say so to a call with heads.
             log_gain = log_gain.unsqueeze(0) if log_gain.ndim == 1 and query.ndim > 2 else log_gain
-        return log_gain.exp() * (1.0 / math.sqrt(self.d_k))
+        return log_gain.exp() * default_factor(self.d_k)
 
     def extra_repr(self) -> str:
         """The dₖ, the heads and the source, for `print`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,9 @@ def make_lightning_callback(monitor: Monitor) -> Any:
 
     class MonitorCallback(Callback):  # type: ignore[misc]
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            monitor._leave_watch()
+            steps = trainer.estimated_stepping_batches  # infinite if the run has no known end
+            monitor._begin_run(last=int(steps) - 1 if math.isfinite(steps) else None)
+            monitor._take_optimiser(trainer.optimizers)
 
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
             monitor._next = int(trainer.global_step)
@@ -59,7 +62,7 @@ def make_lightning_callback(monitor: Monitor) -> Any:
             monitor.close()
 
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-            monitor.close()
+            monitor._end_run()
 
     return MonitorCallback()
 
@@ -74,9 +77,12 @@ def make_trainer_callback(monitor: Monitor) -> Any:
     class MonitorCallback(TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             file = Path(args.output_dir) / f"checkpoint-{state.global_step}" / STATE_FILE
-            if state.global_step and file.is_file():
-                monitor.load_state_dict(json.loads(file.read_text(encoding="utf-8")))
-            monitor._follow(kwargs["model"])
+            if state.global_step:
+                monitor._restart = "resumed"
+                if file.is_file():
+                    monitor.load_state_dict(json.loads(file.read_text(encoding="utf-8")))
+            monitor._begin_run(kwargs["model"], state.max_steps - 1)
+            monitor._take_optimiser(kwargs.get("optimizer"))
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             monitor._next = int(state.global_step)
@@ -93,7 +99,10 @@ def make_trainer_callback(monitor: Monitor) -> Any:
             if state.is_world_process_zero and folder.is_dir():
                 (folder / STATE_FILE).write_text(json.dumps(monitor.state_dict()), encoding="utf-8")
 
+        def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            monitor._leave_watch()  # an observed step is open only if an exception ended the training
+
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            monitor.close()
+            monitor._end_run()
 
     return MonitorCallback()

@@ -140,8 +140,23 @@ def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup | None:
         return None
     if mesh.ndim == 1:
         return mesh.get_group()
-    ranks = sorted(mesh.mesh.flatten().tolist())
-    return cast(dist.ProcessGroup, dist.new_group(ranks, use_local_synchronization=True))
+    ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
+    known = _groups.get(ranks)
+    if known is None or not _is_alive(known):
+        known = _groups[ranks] = dist.new_group([*ranks], use_local_synchronization=True)
+    return cast(dist.ProcessGroup, known)
+
+
+# Groups of the ranks of meshes: a group holds sockets, and clipping asks for one in every step.
+_groups: dict[tuple[int, ...], Any] = {}
+
+
+def _is_alive(group: dist.ProcessGroup) -> bool:
+    """Return whether a group still exists: torch.distributed may have been initialised again."""
+    try:
+        return bool(dist.get_process_group_ranks(group))
+    except (KeyError, ValueError):
+        return False
 
 
 def _find_mesh(model: nn.Module) -> DeviceMesh | None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,54 +23,27 @@ from sqrtdk.diagnosis.patterns import patterns
 from sqrtdk.diagnosis.score_size import CauseSplit
 from sqrtdk.diagnosis.trend_rules import spread_of_scores
 from sqrtdk.errors import InvalidTypeError, InvalidValueError, SqrtdkError, unknown_name, warn
+from sqrtdk.records.destinations import open_destination
+from sqrtdk.records.json import plain
 from sqrtdk.show.table import count
 from sqrtdk.summary import HeadSummary
 from sqrtdk.summary.heads import Array
-from sqrtdk.torch.internals import count_changes
 from sqrtdk.torch.models.declared import declared_scale
 from sqrtdk.torch.training.callbacks import StopTraining, make_lightning_callback, make_trainer_callback
-from sqrtdk.torch.training.destinations import open_destination
 from sqrtdk.torch.training.distributed import unite
 from sqrtdk.torch.training.mesh import Ranks
+from sqrtdk.torch.training.optimiser_copies import check_optimisers
 from sqrtdk.torch.training.qk_clip import By, Clipping, check_rule, qk_clip_
+from sqrtdk.torch.training.schedule import Schedule
+from sqrtdk.torch.training.training_watch import Rows, TrainingWatch, check_rows
 from sqrtdk.torch.watch.modules import name_modules
 from sqrtdk.torch.watch.seen import Seen
-from sqrtdk.torch.watch.session import Watch
 
 # The monitor of each model.
 _monitors: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Monitor]] = weakref.WeakKeyDictionary()
 
-EARLY_STEPS = frozenset({0, 1, 2, 5, 10, 20, 50})
-"""Steps that are observed regardless of `every`, if they come before it, because most failing runs fail early."""
 WAIT = datetime.timedelta(minutes=5)
 """Time that a rank waits for the others: below torch's default of 30 minutes, above the time to write a checkpoint."""
-
-
-class _TrainingWatch(Watch):
-    """Watch that observes only calls in training mode with gradients, and so neither evaluation nor generation.
-
-    A failing call ends the watch, because a trainer that an exception ends does not notify the monitor.
-    """
-
-    def __init__(self, model: nn.Module, on_changed_weights: Callable[[], None]) -> None:
-        super().__init__(model)
-        self.is_paused = False
-        self._on_changed_weights = on_changed_weights
-        self._versions: int | None = None
-
-    def _begin_call(self) -> None:
-        if not self._model.training or not torch.is_grad_enabled() or self.is_paused:
-            return
-        versions = sum(count_changes(parameter) for parameter in self._model.parameters() if parameter.requires_grad)
-        if self._versions not in (None, versions):
-            self._on_changed_weights()
-        self._versions = versions
-        super()._begin_call()
-
-    def _end_call(self, has_failed: bool) -> None:
-        super()._end_call(has_failed)
-        if has_failed:
-            self.__exit__()
 
 
 @dataclass(frozen=True)
@@ -114,6 +86,8 @@ class Monitor(AbstractContextManager["Monitor"]):
                 monitor.step()
 
     With transformers: `Trainer(…, callbacks=[monitor.callback()])`; with Lightning: `monitor.callback("lightning")`.
+    Put `trainer.train()` into the `with` block of a monitor, so that an exception closes the monitor.
+
     If torch.distributed is initialised, the observations of all ranks are combined. Every rank must have a monitor. All
     monitors raise alerts, and rank 0 writes.
 
@@ -123,13 +97,22 @@ class Monitor(AbstractContextManager["Monitor"]):
     Args:
         model: the model, with or without wrappers (DistributedDataParallel, torch.compile).
         to: a path (one JSON line per observation, appended), a TensorBoard `SummaryWriter`, a W&B or trackio run,
-            MLflow, a function of (step, mapping), or a list of these.
+            MLflow, a Hugging Face Trainer (whose loggers get the numbers), a function of (step, mapping), or a list
+            of these.
         every: observe each step whose number is a multiple of this.
+        steps: (first, last): observe no step outside these; both are observed. Either may be None. With a callback, the
+            last step is that of the Trainer, if it is known.
         first_step: number of the first step. To continue a run, give the number of steps already done.
         on_alert: function called with each `Alert` that is raised or cleared; None warns of raised alerts.
         stop_on: "severe" raises `StopTraining` at an alert of severity "error", "any" at every alert; None never.
         clip: threshold at which `qk_clip_` clips after each observed step; use `every=1` to clip after every step.
         clip_by: the rule of `qk_clip_`: "maximum" or "spread".
+        optimiser: the optimiser, or a list of several, whose own copies of the weights `clip` changes too, as for
+            `qk_clip_`. A transformers Trainer tells its optimiser by itself.
+        rows: the rows to count among those that the attention mask leaves. None counts all of them. "labels" leaves out
+            tokens whose own label is −100, in the model's argument `labels`. A function of the model's arguments, which
+            are a mapping by name, returns a boolean mask `[B, L]`, or None for all. Layers with another B or L ignore
+            the choice.
         mesh: the mesh that the model is spread over, with named dimensions, as for `all_reduce`.
         layers: pattern of the layers to report, such as "*.self_attn", or a list of patterns; None reports all.
 
@@ -155,11 +138,14 @@ class Monitor(AbstractContextManager["Monitor"]):
         *,
         to: Any,
         every: int = 100,
+        steps: tuple[int | None, int | None] | None = None,
         first_step: int = 0,
         on_alert: Callable[[Alert], object] | None = None,
         stop_on: Literal["severe", "any"] | None = None,
         clip: float | None = None,
         clip_by: By = "maximum",
+        optimiser: Any = None,
+        rows: Rows | None = None,
         mesh: DeviceMesh | None = None,
         layers: str | Sequence[str] | None = None,
     ) -> None:
@@ -169,16 +155,21 @@ class Monitor(AbstractContextManager["Monitor"]):
             raise InvalidTypeError("on_alert", f"must be a function of an alert, got {type(on_alert).__name__}")
         if stop_on not in (None, "severe", "any"):
             raise unknown_name("stop_on", str(stop_on), ["severe", "any"])
-        self._every = checks.integer("every", every, 1)
+        self._schedule = Schedule.of(every, steps)
+        self._is_open_ended = self._schedule.last is None
+        self._rows = check_rows(rows)
         self._next = checks.integer("first_step", first_step, 0)
         self._clip = None if clip is None else checks.number("clip", clip, above=0.0)
         self._clip_by = check_rule("clip_by", clip_by)
         self._patterns = (layers,) if isinstance(layers, str) else ("*",) if layers is None else tuple(layers)
-        self._write = open_destination(to)
+        self._optimiser = optimiser
+        check_optimisers(optimiser)
+        self._write = open_destination(to, lambda alert: repr(Alert.from_json(alert)))
         self._model = model
         self._on_alert = _warn_of if on_alert is None else on_alert
         self._stop_on = stop_on
-        self._watch: _TrainingWatch | None = None
+        self._watch: TrainingWatch | None = None
+        self._pauses = 0
         self._mesh = mesh
         self._ranks: Ranks | None = None
         self._trend = Trend()
@@ -189,7 +180,7 @@ class Monitor(AbstractContextManager["Monitor"]):
         self._run = uuid.uuid4().hex[:8]
         self._restart = "resumed" if self._next else None
         self._said: set[str] = set()
-        self._is_closed = False
+        self._is_closed = self._is_between_runs = False
         self._replace_other()
         self._begin()
 
@@ -223,30 +214,28 @@ class Monitor(AbstractContextManager["Monitor"]):
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Ignore the model's calls inside the block, such as a probe, a reference model's pass or a second loss."""
-        watch = self._watch
-        if watch is not None:
-            watch.is_paused = True
+        self._pauses += 1
         try:
             yield
         finally:
-            if watch is not None:
-                watch.is_paused = False
+            self._pauses -= 1
 
     def close(self) -> None:
         """Stop observing. An unfinished step is dropped, and `to` is not closed. Closing twice has no effect."""
-        self._is_closed = True
+        self._is_closed, self._is_between_runs = True, False
         self._leave_watch()
 
     def __exit__(self, *details: object) -> None:
         self.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return step, trend and alerts as plain JSON values, to be saved with a checkpoint."""
+        """Return step, trend, alerts and first scales as plain JSON values, to be saved with a checkpoint."""
         return {
             "run": self._run,
             "step": self._next,
             "trend": self._trend.state_dict(),
             "alerts": self._alerts.state_dict(),
+            "scales": plain(self._scales),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -260,12 +249,13 @@ class Monitor(AbstractContextManager["Monitor"]):
             run, step = str(state["run"]), checks.integer("step of state", state["step"], 0)
             trend.load_state_dict(state["trend"])
             alerts.load_state_dict(state["alerts"])
-        except (KeyError, TypeError, ValueError) as error:
+            scales = {str(layer): dict(scale) for layer, scale in state.get("scales", {}).items()}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise InvalidValueError("state", f"must be what state_dict() returned, got {error!r}") from None
         self._leave_watch()
         self._run, self._next, self._trend, self._alerts, self._restart = run, step, trend, alerts, "resumed"
-        if not self._is_closed:
-            self._begin()
+        self._scales = dict(scales)
+        self._begin()
 
     def callback(self, library: Literal["transformers", "lightning"] = "transformers") -> Any:
         """Return a callback for the Trainer of a library, which tells the monitor when steps begin and end.
@@ -273,7 +263,8 @@ class Monitor(AbstractContextManager["Monitor"]):
         Step numbers are those of the Trainer, also in resumed runs. Calls between steps, such as evaluation, are
         ignored. The state is saved with each checkpoint and loaded when a run resumes from a checkpoint. `stop_on` ends
         the training. If the transformers Trainer makes the model itself (`model_init`), the monitor switches to that
-        model. The monitor closes when training ends, and in Lightning also at an exception.
+        model. The monitor closes when training ends, and in Lightning also at an exception. A Trainer that runs again
+        opens the monitor again.
 
         Raises:
             InvalidValueError: if the library is unknown.
@@ -294,23 +285,42 @@ class Monitor(AbstractContextManager["Monitor"]):
             self._say_once(f"another Monitor of this {type(inner).__name__} was open: it is closed and replaced")
         _monitors[inner] = weakref.ref(self)
 
-    def _follow(self, model: nn.Module) -> None:
-        """Observe another model, such as one that a Trainer made, from the next step on."""
+    # Runs of a Trainer
+
+    def _begin_run(self, model: nn.Module | None = None, last: int | None = None) -> None:
+        """Observe a Trainer's run from its next step to its last, in the model that the Trainer made, if any.
+
+        A Trainer may run again; a monitor that its user closed stays closed.
+        """
         self._leave_watch()
-        self._model = model
-        self._replace_other()
+        if self._is_between_runs:
+            self._is_closed = self._is_between_runs = False
+        if last is not None and self._is_open_ended:
+            self._schedule = replace(self._schedule, last=last)
+        if model is not None:
+            self._model = model
+        if not self._is_closed:
+            self._replace_other()
+
+    def _take_optimiser(self, optimiser: Any) -> None:
+        if self._optimiser is None and (isinstance(optimiser, list) or hasattr(optimiser, "param_groups")):
+            self._optimiser = optimiser
+
+    def _end_run(self) -> None:
+        was_open = not self._is_closed
+        self.close()
+        self._is_between_runs = was_open
 
     # One step
 
     def _is_due(self) -> bool:
-        is_early = self._next in EARLY_STEPS and self._next < self._every
         # A head that fell in the last observation is observed once more, because a single batch may be unusual.
         is_second = bool(self._trend.points) and self._trend.points[-1][0] == self._next - 1 and self._trend.is_suspect
-        return is_early or is_second or self._next % self._every == 0
+        return self._schedule.is_due(self._next) or (is_second and self._schedule.includes(self._next))
 
     def _begin(self) -> None:
-        if self._watch is None and self._is_due():
-            self._watch = _TrainingWatch(self._model, self._warn_of_changed_weights)
+        if self._watch is None and not self._is_closed and self._is_due():
+            self._watch = TrainingWatch(self._model, self._next, self._rows, lambda: self._pauses > 0, self._say_once)
             self._watch.__enter__()
 
     def _leave_watch(self) -> Seen | None:
@@ -319,13 +329,6 @@ class Monitor(AbstractContextManager["Monitor"]):
             return None
         watch.__exit__(None, None, None)
         return watch.seen
-
-    def _warn_of_changed_weights(self) -> None:
-        self._say_once(
-            f"the weights changed between two calls of the model in step {self._next}; call monitor.step() after every "
-            "optimiser.step(), or put calls that belong to no step into monitor.paused()",
-            "changed weights",
-        )
 
     def _end(self, skipped: bool) -> None:
         step, self._next = self._next, self._next + 1
@@ -371,7 +374,14 @@ class Monitor(AbstractContextManager["Monitor"]):
         if self._clip is None:
             return None
         try:
-            return qk_clip_(self._model, seen, threshold=self._clip, by=self._clip_by, mesh=self._mesh)
+            return qk_clip_(
+                self._model,
+                seen,
+                threshold=self._clip,
+                by=self._clip_by,
+                optimiser=self._optimiser,
+                mesh=self._mesh,
+            )
         except SqrtdkError as reason:
             self._say_once(f"clip={self._clip:g} could not be kept up: {reason}")
             return None

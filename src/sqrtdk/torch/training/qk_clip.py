@@ -22,6 +22,7 @@ from sqrtdk.show.table import Shown, Table, count, name_layer
 from sqrtdk.torch.internals import is_spread, local_part, storage_address
 from sqrtdk.torch.training.distributed import agree, largest_of_ranks
 from sqrtdk.torch.training.mesh import Ranks, add_bits, take_shard
+from sqrtdk.torch.training.optimiser_copies import check_optimisers, find_copies
 from sqrtdk.torch.watch.modules import name_modules
 from sqrtdk.torch.watch.recognise.projections import Columns, HeadParts, Stored
 from sqrtdk.torch.watch.seen import Seen
@@ -106,6 +107,7 @@ def qk_clip_(
     *,
     threshold: float = 100.0,
     by: By = "maximum",
+    optimiser: Any = None,
     group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
 ) -> Clipping:
@@ -133,6 +135,8 @@ def qk_clip_(
         seen: the result of `watch(model)`.
         threshold: the largest score that is left unchanged, above 0.
         by: "maximum", the published rule, or "spread".
+        optimiser: the optimiser that trains the model, or a list of several. If it keeps copies of the weights, such as
+            float32 copies of bfloat16 weights, the copies are clipped too; its next step would undo the clip otherwise.
         group: the ranks that share the weights.
         mesh: the mesh that the model is spread over, with named dimensions, as for `all_reduce`.
 
@@ -142,7 +146,7 @@ def qk_clip_(
     Raises:
         InvalidValueError: with the reason, and without any change, if the parameters of a head to clip are unknown; if
             its q or k passes a norm, which would undo the clip; if `seen` has no attention; if scores are not
-            finite.
+            finite; if the optimiser holds neither a parameter to clip nor a copy of it that can be found.
 
     >>> from sqrtdk.torch import watch
     >>> attention = nn.MultiheadAttention(8, 2, batch_first=True)
@@ -152,6 +156,7 @@ def qk_clip_(
     clipped 0 of 2 heads to a largest score of 100
     """
     _check(model, seen, threshold, by)
+    optimisers = check_optimisers(optimiser)
     largest: dict[str, Any] = {}
     spreads: dict[str, Any] = {}
     reasons: list[str] = []
@@ -167,19 +172,19 @@ def qk_clip_(
         missed = dict.fromkeys(f"; {name_layer(one.layer)}: {one.reason}" for one in seen.unattributed)
         reasons.append(f"no attention was understood{''.join(missed)}")
     ranks = Ranks.of(group, mesh, model) if dist.is_available() and dist.is_initialized() else None
-    parameters = _find_parameters(model, seen)
+    parameters = _Parameters(model, seen)
     told = {path: _tell_adapters(model, path, seen.heads_of(path)) for path in largest}
     elsewhere: set[_Bits] = set()
     if ranks is not None:
         largest, spreads = largest_of_ranks(largest, ranks), largest_of_ranks(spreads, ranks)
         elsewhere = _keys_of_others(told, parameters, ranks)
     planned: list[ClippedHead] = []
-    changes: list[tuple[Tensor, Tensor]] = []
+    changes: list[_Change] = []
     if not reasons:
         try:
             judged = spreads if by == "spread" else largest
             planned, factors = _plan(parameters, told, judged, threshold, elsewhere)
-            changes = _prepare(parameters, factors)
+            changes = _prepare(parameters, factors, optimisers)
         except InvalidValueError as error:
             reasons.append(str(error))
     if ranks is not None:
@@ -187,8 +192,8 @@ def qk_clip_(
     if reasons:
         raise InvalidValueError(f"nothing was clipped: {'; '.join(dict.fromkeys(reasons))}")
     with torch.no_grad():
-        for shown, factor in changes:
-            shown.mul_(factor.to(shown.device, shown.dtype))
+        for change in changes:
+            change.apply()
     unattributed = dict.fromkeys(name_layer(missed.layer) for missed in seen.unattributed)
     passed_over = 0
     if by == "maximum":
@@ -234,23 +239,38 @@ class _Parameter(NamedTuple):
     is_gathered: bool = False
 
 
-def _find_parameters(model: nn.Module, seen: Seen) -> dict[int, _Parameter]:
-    """Return the parameters by the addresses that products saw, named like layers; tied ones get the first name."""
-    named = {
-        f"{path}.{name}".removeprefix("."): parameter
-        for module, path in reversed(name_modules(model).items())
-        for name, parameter in module.named_parameters(recurse=False)
-    }
-    found = {storage_address(local_part(one)): _Parameter(name, one) for name, one in named.items()}
-    gathered = {address: name for address, name in seen.gathered.items() if name in named and is_spread(named[name])}
-    return found | {address: _Parameter(name, named[name], True) for address, name in gathered.items()}
+class _Parameters:
+    """Parameters by the storage that products saw, named like layers; tied ones get the first name."""
+
+    def __init__(self, model: nn.Module, seen: Seen) -> None:
+        named = {
+            f"{path}.{name}".removeprefix("."): parameter
+            for module, path in reversed(name_modules(model).items())
+            for name, parameter in module.named_parameters(recurse=False)
+        }
+        # Several parameters may be views of one storage, such as the buckets of ZeroRedundancyOptimizer.
+        self._by_place: dict[int, dict[int, _Parameter]] = {}
+        for name, parameter in named.items():
+            local = local_part(parameter)
+            if address := storage_address(local):
+                own = self._by_place.setdefault(address, {})
+                own[int(local.storage_offset())] = _Parameter(name, parameter)
+        for address, name in seen.gathered.items():
+            if name in named and is_spread(named[name]):
+                self._by_place[address] = {0: _Parameter(name, named[name], True)}
+
+    def find(self, stored: Stored) -> _Parameter | None:
+        """Return the parameter that a product saw: the last one that begins at or before the product's tensor."""
+        own = self._by_place.get(stored.address, {})
+        begin = max((offset for offset in own if offset <= stored.offset), default=None)
+        return own[begin] if begin is not None else None
 
 
 # The layer, and the sum over the bits of a key's columns.
 _Bits = tuple[str, tuple[int, ...]]
 
 
-def _keys_of_others(told: _Told, parameters: dict[int, _Parameter], ranks: Ranks) -> set[_Bits]:
+def _keys_of_others(told: _Told, parameters: _Parameters, ranks: Ranks) -> set[_Bits]:
     """Return the keys that queries on other shards use: a group's key is copied if there are fewer keys than shards."""
     heads_here = [(path, parts) for path, heads in told.items() if not isinstance(heads, str) for parts in heads]
     own = {
@@ -267,10 +287,10 @@ def _keys_of_others(told: _Told, parameters: dict[int, _Parameter], ranks: Ranks
     return {(path, key) for heads in others for path, _, key in heads - own}
 
 
-def _add_bits(columns: Columns, parameters: dict[int, _Parameter]) -> tuple[int, ...]:
+def _add_bits(columns: Columns, parameters: _Parameters) -> tuple[int, ...]:
     """Return a sum over the bits of a key's columns; for a shard, the sum over all of it and the column numbers."""
     stored = columns.projection.weight
-    known = parameters.get(stored.address)
+    known = parameters.find(stored)
     if known is None:
         return ()
     local = local_part(known.parameter).detach()
@@ -283,7 +303,7 @@ _Told = dict[str, list[HeadParts] | str]
 
 
 def _plan(
-    parameters: dict[int, _Parameter], by_layer: _Told, largest: dict[str, Any], threshold: float, elsewhere: set[_Bits]
+    parameters: _Parameters, by_layer: _Told, largest: dict[str, Any], threshold: float, elsewhere: set[_Bits]
 ) -> tuple[list[ClippedHead], dict[Stored, Tensor]]:
     """Return the heads to clip, and a factor for every column of every parameter that changes."""
     above = {path: [head for head, score in enumerate(scores) if score > threshold] for path, scores in largest.items()}
@@ -321,7 +341,7 @@ def _plan(
 class _Factors:
     """Factor for every column of the parameters that change; the smallest applies if several are requested."""
 
-    def __init__(self, parameters: dict[int, _Parameter]) -> None:
+    def __init__(self, parameters: _Parameters) -> None:
         self._parameters = parameters
         self.by_columns: dict[Stored, Tensor] = {}
 
@@ -331,7 +351,7 @@ class _Factors:
         for stored in (columns.projection.weight, columns.projection.bias):
             if stored is None:
                 continue
-            known = self._parameters.get(stored.address)
+            known = self._parameters.find(stored)
             if known is None or not (
                 known.is_gathered or _count_entries(local_part(known.parameter)) == stored.entries
             ):
@@ -360,20 +380,35 @@ def _shrink(parts: HeadParts, gamma: float, users: dict[Any, Any], factors: _Fac
                 yield Shrunk(name, side, own)
 
 
-def _prepare(parameters: dict[int, _Parameter], factors: dict[Stored, Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Return pairs of a view and its factors. The view shows a parameter as its product saw it, so that transposed and
-    fused parameters need no special case; for a sharded parameter the view is the local shard."""
+class _Change(NamedTuple):
+    """Factors for the local part of a parameter, of its shape, and the optimiser's copies of it."""
+
+    local: Tensor
+    factors: Tensor
+    copies: list[Tensor]
+
+    def apply(self) -> None:
+        for tensor in self.copies or [self.local]:
+            tensor.mul_(self.factors.to(tensor.device, tensor.dtype))
+        if self.copies:  # the next step rounds the copy, so the parameter is rounded from it now
+            self.local.copy_(self.copies[0])
+
+
+def _prepare(parameters: _Parameters, factors: dict[Stored, Tensor], optimisers: list[Any]) -> list[_Change]:
+    """Return the changes of all parameters. The factors of a parameter are written through the view that its product
+    saw, so that transposed and fused parameters need no special case."""
+    known = [one for one in map(parameters.find, factors) if one is not None]  # all: `_Factors.ask` found them
+    copies = find_copies(optimisers, [(one.name, one.parameter) for one in known])
     changes = []
-    for stored, vector in factors.items():
-        known = parameters[stored.address]
-        local = local_part(known.parameter).detach()
-        if not known.is_gathered:
-            changes.append((local.as_strided(stored.shape, stored.strides, stored.offset), vector))
-            continue
+    for (stored, vector), (name, parameter, is_gathered), own in zip(factors.items(), known, copies, strict=True):
+        local = local_part(parameter).detach()
         whole = torch.ones(stored.entries, dtype=torch.float64)
         whole.as_strided(stored.shape, stored.strides, stored.offset).mul_(vector)
-        shard = take_shard(whole, known.parameter)
-        if shard is None:
-            raise InvalidValueError(f"{known.name} is sharded in a way that is not followed")
-        changes.append((local, shard))
+        if is_gathered:
+            shard = take_shard(whole, parameter)
+            if shard is None:
+                raise InvalidValueError(f"{name} is sharded in a way that is not followed")
+        else:
+            shard = whole.as_strided(local.shape, local.stride(), local.storage_offset())
+        changes.append(_Change(local, shard, own))
     return changes

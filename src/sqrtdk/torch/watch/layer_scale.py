@@ -11,6 +11,7 @@ from sqrtdk.audits.audit import ScaleRecord
 from sqrtdk.torch.internals import unseen
 from sqrtdk.torch.watch.recognise.calls import SeenCall
 from sqrtdk.torch.watch.recognise.lineage import LengthRatio, ratio_of
+from sqrtdk.wording.numbers import write_number
 
 
 def read_scale(path: str, call: SeenCall) -> ScaleRecord:
@@ -67,7 +68,7 @@ def _read_factor(call: SeenCall) -> tuple[float | None, list[str]]:
     least, largest = float(call.scale.min()), float(call.scale.max())
     if least == largest:
         return least * call.folded, []
-    return None, [f"the scale at the call is a tensor from {least:.6g} to {largest:.6g}"]
+    return None, [f"the scale at the call is a tensor from {write_number(least, 6)} to {write_number(largest, 6)}"]
 
 
 def _count_columns(q: Tensor, k: Tensor) -> int:

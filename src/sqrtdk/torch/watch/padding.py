@@ -10,8 +10,8 @@ from torch import Tensor
 from sqrtdk.torch.minus_infinity import shows
 from sqrtdk.torch.watch.recognise.calls import SeenCall
 
-Padding = Literal["attention mask", "key padding", "unknown"]
-"""Source of the padding mask."""
+Padding = Literal["attention mask", "key padding", "rows", "unknown"]
+"""Source of the padding mask; "rows" is the choice of a monitor's user."""
 
 # Arguments of forward that mark tokens (1 or True), and arguments that mark padding (True or −inf).
 _PRESENT = ("attention_mask", "decoder_attention_mask", "decoder_input_mask")

@@ -1,4 +1,4 @@
-// Runs page: the finished runs of a store and their curves, read again every two seconds.
+// Runs page: the finished runs of a store and their curves, or the heads of a monitored run, read again every two seconds.
 
 import { axis, draw, plain, whenReady } from "./charts.js";
 import { $, ask, make, tell } from "./dom.js";
@@ -38,7 +38,11 @@ async function poll() {
     const reply = await ask("/api/runs", version ? { version } : {});
     tell(null);
     $("content").hidden = reply.state !== "ready";
-    if (reply.state !== "ready") {
+    $("monitor").hidden = reply.state !== "monitor";
+    if (reply.state === "monitor") {
+      if (!reply.unchanged) renderMonitor(reply);
+      version = reply.version;
+    } else if (reply.state !== "ready") {
       version = null;
       runs = running = [];
       $("state").textContent = reply.message;
@@ -103,6 +107,34 @@ function renderCurves() {
     }),
     () => ({ hovermode: "closest", xaxis: axis("training step"), yaxis: axis(CURVES[curve], { type: $("logarithmic").checked ? "log" : "linear", exponentformat: "e" }), showlegend: true, legend: { orientation: "h", y: 1.1 } }),
   );
+}
+
+/** A heat map without what needs inline styles, which the page forbids: the colour bar, and cells without a gap. */
+const bare = (trace) => (trace.type === "heatmap" ? { ...trace, showscale: false, xgap: 0.01, ygap: 0.01 } : trace);
+
+/** The colours of a heat map beside the values that they stand for. */
+function explainColours({ zmin, zmax, colorscale, colorbar }) {
+  const ticks = colorbar.tickvals?.map((value, at) => [value, colorbar.ticktext[at]]) ?? [zmin, (zmin + zmax) / 2, zmax].map((value) => [value, String(value)]);
+  return ticks.flatMap(([value, name]) => {
+    const dot = make("span", { class: "dot" });
+    dot.style.setProperty("--own", colorscale[Math.round(((value - zmin) / (zmax - zmin)) * (colorscale.length - 1))][1]);
+    return [" ", dot, name];
+  });
+}
+
+function renderMonitor(reply) {
+  $("state").textContent = reply.message;
+  reply.charts.forEach((chart, at) => {
+    const id = `heads-${at}`;
+    $(`${id}-title`).replaceChildren(chart.title, ...explainColours(chart.data[0]));
+    $(id).style.height = `${chart.height}px`;
+    const { xaxis, yaxis } = chart.layout;
+    draw(id, `${chart.title}, by head and observed step. ${reply.message}`, () => chart.data.map(bare), () => ({ xaxis, yaxis }));
+  });
+  $("heads-caption").textContent = reply.caption;
+  const head = ["step", "alert", "severity", "layer", "heads", "cause"].map((name) => make("th", { scope: "col" }, name));
+  const rows = reply.alerts.map((alert) => make("tr", {}, ...[alert.step, `${alert.rule} ${alert.state}`, alert.severity, alert.layer ?? "", alert.heads.join(", ") || "all", alert.cause].map((text) => make("td", {}, String(text)))));
+  $("alerts").replaceChildren(...(rows.length ? [make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...rows)] : []));
 }
 
 function renderTable() {

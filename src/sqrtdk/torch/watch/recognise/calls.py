@@ -16,6 +16,7 @@ from sqrtdk.torch.internals import without_modes
 from sqrtdk.torch.minus_infinity import hides, shows
 from sqrtdk.torch.watch.recognise.lineage import Lineage
 from sqrtdk.torch.watch.recognise.vectors import Span
+from sqrtdk.wording.numbers import write_number
 
 _MOST_ROWS_COMPARED = 4
 
@@ -202,7 +203,7 @@ def compare(call: SeenCall, weights: Tensor) -> float:
     resolution = max(float(torch.finfo(x.dtype).eps) for x in (weights, call.q, call.k))
     allowed = 1e-6 + 16 * resolution * (1 + float(largest))
     if worst > allowed:
-        raise NotUnderstoodError(f"recovered weights differ from the model's own by {worst:.2g}")
+        raise NotUnderstoodError(f"recovered weights differ from the model's own by {write_number(worst, 2)}")
     return worst
 
 

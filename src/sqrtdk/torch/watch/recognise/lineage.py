@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sqrtdk.torch.internals import WeakStorage
 from sqrtdk.torch.watch.recognise.projections import Projection
+from sqrtdk.wording.numbers import write_number
 
 # Relative spread of length ratios that rounding explains, in units of the dtype's resolution, with a wide margin.
 _SPREAD = 64.0
@@ -252,7 +253,9 @@ def ratio_of(x_BHLD: Tensor, lineage: Lineage | None, folded: float = 1.0) -> Le
     if not (lineage.normalised or ratio.normalised):
         return ratio
     since = (
-        "" if ratio.factor is None or abs(ratio.factor - 1.0) < 1e-4 else f" and multiplied by {ratio.factor:.4g} since"
+        ""
+        if ratio.factor is None or abs(ratio.factor - 1.0) < 1e-4
+        else f" and multiplied by {write_number(ratio.factor)} since"
     )
     part = "a part of it" if not lineage.normalised else "it"
     reason = f"{part} is normalised after its projection{since}"
@@ -268,7 +271,7 @@ def _with_gains(ratio: LengthRatio, gains: tuple[Tensor, ...]) -> LengthRatio:
     for gain in gains:
         least, largest = float(gain.min()), float(gain.max())
         if largest - least > 1e-4 * abs(largest):
-            reason = f"its entries are multiplied by {least:.4g} to {largest:.4g}, which is learnt"
+            reason = f"its entries are multiplied by {write_number(least)} to {write_number(largest)}, which is learnt"
             return LengthRatio(None, "", reason, ratio.normalised, True)
         ratio = ratio._replace(factor=None if ratio.factor is None else ratio.factor * largest)
     return ratio
@@ -306,7 +309,7 @@ def _ratio_of_parts(x_BHLD: Tensor, parts: tuple[tuple[int, Lineage | None], ...
         return LengthRatio(None, "", f"of a part of its columns: {reason}", normalised)
     factors = [factor for _, factor in known]
     if max(factors) - min(factors) > 1e-3 * abs(max(factors)):
-        by_part = " and ".join(f"{factor:.4g} ({width} columns)" for width, factor in known)
+        by_part = " and ".join(f"{write_number(factor)} ({width} columns)" for width, factor in known)
         return LengthRatio(None, "", f"its parts are multiplied by {by_part}", normalised, True)
     return LengthRatio(factors[0], "lengths", None, normalised)
 
@@ -339,7 +342,10 @@ def _compare(x_BHLD: Tensor, lineage: Lineage, folded: float) -> LengthRatio:
     resolution = max(float(torch.finfo(lengths.dtype).eps), float(torch.finfo(x_BHLD.dtype).eps))
     if not math.isfinite(largest) or largest - least > max(_SPREAD * resolution, 1e-4) * largest:
         since = "norm" if lineage.normalised else "projection"
-        reason = f"its vectors are multiplied by {least:.4g} to {largest:.4g} after their {since} ({changed})"
+        reason = (
+            f"its vectors are multiplied by {write_number(least)} to {write_number(largest)} after their {since} "
+            f"({changed})"
+        )
         return LengthRatio(None, "", reason, is_uneven=True)
     return LengthRatio(factor * float(ratios.median()), "lengths")
 

@@ -1,4 +1,4 @@
-"""Destinations of a monitor's observations: a JSON Lines file, an experiment logger, a function, or a list of these."""
+"""Destinations of observations: a JSON Lines file, an experiment logger, a Trainer, a function, or a list of these."""
 
 from __future__ import annotations
 
@@ -10,36 +10,39 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sqrtdk.diagnosis.alerts import Alert
 from sqrtdk.errors import InvalidTypeError, InvalidValueError
 
 __all__ = ["Destination", "JsonLines", "Scalars", "name_scalars", "open_destination"]
 
 Destination = Callable[[int, Mapping[str, Any]], object]
-"""Function that takes a step and its observation, a mapping with `layers`, `alerts` and `clipped`."""
+"""Function that takes a step and its observation: a mapping with `layers` and `alerts`, or with `scalars`."""
 
 
-def open_destination(to: Any) -> Destination:
+def open_destination(to: Any, write_alert: Callable[[Mapping[str, Any]], str] | None = None) -> Destination:
     """Return the function that writes to a destination, or to each destination of a list.
 
     A destination is a path, an object with `add_scalar` (TensorBoard's SummaryWriter), `log` (a W&B run, trackio) or
-    `log_metrics` (MLflow), or a function of (step, mapping).
+    `log_metrics` (MLflow), a Hugging Face Trainer, or a function of (step, mapping).
+
+    Args:
+        to: the destination or a list of destinations.
+        write_alert: function that writes the JSON of an alert as one line; None writes its cause.
 
     Raises:
         InvalidTypeError: for anything else.
         InvalidValueError: if a path is a directory, or if its directory does not exist.
     """
     if isinstance(to, list | tuple) and to and not callable(to):
-        several = [open_destination(one) for one in to]
+        several = [open_destination(one, write_alert) for one in to]
         return lambda step, entry: _write_all(several, step, entry)
     if isinstance(to, str | os.PathLike):
         return JsonLines(Path(to))
     if callable(getattr(to, "add_scalar", None)):
-        return Scalars(to)
+        return Scalars(to, write_alert)
+    if callable(getattr(getattr(to, "callback_handler", None), "on_log", None)):
+        return lambda step, entry: _report_through(to, entry)
     if callable(getattr(to, "log_metrics", None)):
-        return lambda step, entry: to.log_metrics(
-            {_NOT_IN_NAMES.sub("_", name): value for name, value in name_scalars(entry)}, step=step
-        )
+        return lambda step, entry: to.log_metrics(_name_plainly(entry), step=step)
     if callable(getattr(to, "log", None)):
         return lambda step, entry: to.log(dict(name_scalars(entry)), step=step)
     if callable(to):
@@ -47,12 +50,30 @@ def open_destination(to: Any) -> Destination:
     raise InvalidTypeError(
         "to",
         "must be a path, an object with add_scalar (a TensorBoard SummaryWriter), log (W&B, trackio) or log_metrics "
-        f"(MLflow), a function of (step, mapping), or a list of these, got {type(to).__name__}",
+        "(MLflow), a Hugging Face Trainer, a function of (step, mapping), or a list of these, got "
+        f"{type(to).__name__}",
     )
 
 
 # MLflow allows letters, digits, underscores, dashes, periods, spaces, colons and slashes in metric names.
 _NOT_IN_NAMES = re.compile(r"[^\w\-. :/]")
+# Callbacks of a Trainer that print each report; hundreds of numbers would bury the loss.
+_PRINTERS = {"PrinterCallback", "ProgressCallback"}
+
+
+def _name_plainly(entry: Mapping[str, Any]) -> dict[str, float]:
+    return {_NOT_IN_NAMES.sub("_", name): value for name, value in name_scalars(entry)}
+
+
+def _report_through(trainer: Any, entry: Mapping[str, Any]) -> None:
+    """Give the numbers to the loggers of a Trainer (`report_to`), which use the Trainer's own step.
+
+    `trainer.log` is not called: it prints, and Trainers of TRL end their running means there.
+    """
+    for callback in trainer.callback_handler.callbacks:
+        if not _PRINTERS.intersection(kind.__name__ for kind in type(callback).__mro__):
+            logs = _name_plainly(entry)
+            callback.on_log(trainer.args, trainer.state, trainer.control, logs=logs, model=trainer.model)
 
 
 def _write_all(several: Sequence[Destination], step: int, entry: Mapping[str, Any]) -> None:
@@ -70,10 +91,17 @@ def _write_all(several: Sequence[Destination], step: int, entry: Mapping[str, An
 def name_scalars(entry: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Yield the numbers of an observation by name: the least and the largest per layer, then one per head.
 
+    The numbers of a lab's run are named by the key of the run.
+
     >>> list(name_scalars({"layers": {"h.0": {"max_logit": [2.0, 1.0], "pattern": ["broad", "other"]}}}))[:3]
     [('sqrtdk/h.0/max_logit/least', 1.0), ('sqrtdk/h.0/max_logit/largest', 2.0), ('sqrtdk heads/h.0/max_logit/0', 2.0)]
+    >>> list(name_scalars({"run": "4f2a", "scalars": {"loss": 2.5}}))
+    [('sqrtdk lab/4f2a/loss', 2.5)]
     """
-    for path, layer in entry["layers"].items():
+    for name, value in entry.get("scalars", {}).items():
+        if isinstance(value, int | float) and math.isfinite(value):
+            yield f"sqrtdk lab/{entry['run']}/{name}", value
+    for path, layer in entry.get("layers", {}).items():
         for name, values in layer.items():
             numbers = {
                 head: value
@@ -132,13 +160,14 @@ def _mend(path: Path) -> None:
 class Scalars:
     """TensorBoard writer: writes numbers as scalars, and alerts as text if the writer accepts text."""
 
-    def __init__(self, writer: Any) -> None:
+    def __init__(self, writer: Any, write_alert: Callable[[Mapping[str, Any]], str] | None = None) -> None:
         self._writer = writer
+        self._write_alert = write_alert or (lambda alert: str(alert["cause"]))
 
     def __call__(self, step: int, entry: Mapping[str, Any]) -> None:
         """Write the numbers and alerts of one step."""
         for name, value in name_scalars(entry):
             self._writer.add_scalar(name, value, step)
         if callable(getattr(self._writer, "add_text", None)):
-            for alert in entry["alerts"]:
-                self._writer.add_text(f"sqrtdk/{alert['rule']}", repr(Alert.from_json(alert)), step)
+            for alert in entry.get("alerts", ()):
+                self._writer.add_text(f"sqrtdk/{alert['rule']}", self._write_alert(alert), step)
