@@ -58,7 +58,7 @@ def test_sentences_and_numbers_stand_without_a_script():
 
 
 def test_a_term_is_marked_once_and_never_inside_a_word():
-    marked = explain_terms("keyboards have keys; a key has weight", ["key", "weight", "gradient"])
+    marked = explain_terms("a monkey and keyboards have keys; a key has weight", ["key", "weight", "gradient"])
     assert re.findall(r"data-meaning=[^>]*>([^<]+)<", marked) == ["keys", "weight"]
 
 

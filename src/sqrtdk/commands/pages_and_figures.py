@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json as json_module
 import sys
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sqrtdk.audits.checkpoints import find_checkpoint
 from sqrtdk.commands.flags import Json, Seed, Store, Workers, examples
 from sqrtdk.commands.options import naming
 from sqrtdk.commands.report_records import MINILM
@@ -130,17 +132,35 @@ def serve(
     serve_pages(host=host, port=port, token=token, store=store, audit=audit, reader=reader, announce=announce)
 
 
-def _find_reader(model: str | None) -> SentenceReader | None:
+class _LateReader:
+    """Model for the page Words. torch loads when the first sentence comes, not before the pages are served."""
+
+    def __init__(self, name: str) -> None:
+        with naming("--model"):
+            find_checkpoint(name)
+        self.name = name
+
+    @cached_property
+    def _reader(self) -> SentenceReader:
+        from sqrtdk.torch.models.sentences import SentenceReader
+
+        return SentenceReader(self.name)
+
+    def read(self, text: str) -> dict[str, Any]:
+        return self._reader.read(text)
+
+    def read_head(self, text: str, layer: int, head: int) -> list[list[int | None]]:
+        return self._reader.read_head(text, layer, head)
+
+
+def _find_reader(model: str | None) -> _LateReader | None:
     """Return the model for the page Words; none if no model is named and MiniLM is not installed."""
     missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
     if model is None and (missing or importlib.util.find_spec(MINILM) is None):
         return None
     if missing:
         raise missing_extra(missing[0], "hf")
-    from sqrtdk.torch.models.sentences import SentenceReader
-
-    with naming("--model"):
-        return SentenceReader(model or MINILM)
+    return _LateReader(model or MINILM)
 
 
 @commands.command(

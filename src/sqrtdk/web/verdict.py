@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from sqrtdk.wording.numbers import write_number
+
 __all__ = ["Verdict", "judge", "judge_all"]
 
 # Sums of rounded weights may be off by half a unit of the last digit per weight; slides also cut off digits.
@@ -60,7 +62,7 @@ def _tell_sum(claimed: Sequence[str], units: Sequence[float], keys: int) -> str:
     total = sum(map(float, claimed))
     if len(claimed) < keys or abs(total - 1.0) <= _ROUNDING * sum(units):
         return ""
-    return f" The claimed weights sum to {total:.4g}, not to 1."
+    return f" The claimed weights sum to {write_number(total)}, not to 1."
 
 
 def _count_decimals(text: str) -> int:
