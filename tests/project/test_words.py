@@ -98,7 +98,7 @@ def test_every_place_exists():
 NOT_SENTENCES = {
     "src/sqrtdk/audits/audit.py": "a number of JSON, rounded",
     "src/sqrtdk/claims/softmax_claims.py": "the seven digits that the source has",
-    "src/sqrtdk/lab/shipped.py": "numbers of JSON, rounded",
+    "src/sqrtdk/records/json.py": "numbers of JSON, rounded",
     "src/sqrtdk/report/try_it.py": "numbers for the page's script",
     "src/sqrtdk/torch/models/head_effects.py": "a change with its sign",
     "src/sqrtdk/torch/nn/learnable.py": "settings, as they would be typed",
