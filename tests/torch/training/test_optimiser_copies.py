@@ -43,6 +43,7 @@ class MasterWeights:
             self.param_groups = [{"params": [copy.reshape(-1)[1:] for copy in self.copies]}]
         else:
             self.param_groups = [{"params": self.copies}]
+            self.state = {copy: {"master": copy} for copy in self.copies}
 
     def step(self, rate=0.0):
         for parameter, copy in zip(self.model_parameters, self.copies, strict=True):
@@ -72,6 +73,7 @@ def test_copies_are_clipped_so_that_the_next_step_keeps_the_clip(keep):
     optimiser.step()
     for parameter, one in zip(model.parameters(), clipped, strict=True):
         assert torch.equal(parameter, one)
+    assert see(model).layers["layers.0"]["score_max"].largest.max() == pytest.approx(THRESHOLD, rel=0.05)
     factors = [after / before for after, before in zip(optimiser.copies, before, strict=True)]
     changed = {name for (name, _), one in zip(model.named_parameters(), factors, strict=True) if (one != 1).any()}
     assert changed == {

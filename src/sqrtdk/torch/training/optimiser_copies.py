@@ -38,7 +38,9 @@ def find_copies(optimisers: Iterable[Any], parameters: Iterable[tuple[str, Tenso
             step would undo its change.
     """
     optimisers = list(optimisers)
-    held = [local_part(one).detach() for optimiser in optimisers for one in _held(optimiser)]
+    # Once each: a copy may be among the parameters of an optimiser and in its state.
+    held_once = {id(one): one for optimiser in optimisers for one in _held(optimiser)}
+    held = [local_part(one).detach() for one in held_once.values()]
     owned = {
         storage_address(local_part(one))
         for optimiser in optimisers
