@@ -47,6 +47,16 @@ def test_factors_before_and_at_the_call(name):
     assert (record.d_k, record.normalised, record.softcap, record.reason) == (DIMENSION, False, None, None)
 
 
+def test_a_learned_factor_is_read_without_a_warning():
+    factor = nn.Parameter(torch.tensor(0.25))
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)  # torch warns of such a reading once per process
+    try:
+        assert record_of(Scaled(lambda q, k: (q * factor, k), 1.0)).effective == pytest.approx(0.25, rel=1e-4)
+    finally:
+        torch.set_warn_always(always)
+
+
 @pytest.mark.parametrize(
     "norm",
     [

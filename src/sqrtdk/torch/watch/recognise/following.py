@@ -207,5 +207,5 @@ def _read_columns(written: Tensor) -> int | None:
 def _as_number(value: Any) -> float | None:
     """Return a number, also from a CPU tensor with one entry, or None for any other value."""
     if isinstance(value, Tensor):
-        return float(value) if value.numel() == 1 and value.is_cpu and not value.is_complex() else None
+        return float(value.detach()) if value.numel() == 1 and value.is_cpu and not value.is_complex() else None
     return float(value) if isinstance(value, int | float) else None
