@@ -15,6 +15,7 @@ from sqrtdk.report.reproduction_figures import count_verdicts, select_result
 from sqrtdk.reproductions import REPRODUCTIONS, reproduce
 from sqrtdk.reproductions.shipped import COMMAND, compact, load_reproductions
 from sqrtdk.show.progress import follow, progress_bar
+from sqrtdk.wording.numbers import write_number
 
 DOCS = Path(__file__).parent
 RECORD = DOCS.parent / "src" / "sqrtdk" / "records" / "data" / "reproductions.json"
@@ -70,7 +71,7 @@ def _interval(row):
 
 
 def _write(value):
-    return "∞" if value is None else f"{value:.4g}".replace("-", "−")
+    return "∞" if value is None else write_number(value)
 
 
 def main(store):
