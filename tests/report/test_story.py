@@ -15,9 +15,10 @@ from sqrtdk.lab.shipped import load_ablation
 from sqrtdk.records.record import Record
 from sqrtdk.report import figure_for, inverse_scale, story_figures, training_figures
 from sqrtdk.report.answer import answer
+from sqrtdk.report.chapters import Material
 from sqrtdk.report.model_figures import show_heads
 from sqrtdk.report.panels import Heatmap, Line, Points
-from sqrtdk.report.story import SECTIONS, Material
+from sqrtdk.report.story import SECTIONS
 from sqrtdk.wording.numbers import write_number
 
 

@@ -12,11 +12,12 @@ from sqrtdk.audits import Audit
 from sqrtdk.audits.shipped import read_shipped
 from sqrtdk.errors import InvalidTypeError, InvalidValueError, unknown_name, warn
 from sqrtdk.records.record import Record, spec_hash
+from sqrtdk.report.chapters import Chapter, Exhibit, Material, Section
 from sqrtdk.report.files import write_whole
 from sqrtdk.report.kinds import KINDS, figure_for, topic_of
 from sqrtdk.report.plotly_renderer import render_fragment
 from sqrtdk.report.shell import wrap_page
-from sqrtdk.report.story import SECTIONS, Chapter, Exhibit, Material, Section, choose_sections
+from sqrtdk.report.story import SECTIONS, choose_sections
 from sqrtdk.report.table import render_table, render_text
 from sqrtdk.report.training_figures import compares_scaling
 from sqrtdk.wording.glossary import explain_terms

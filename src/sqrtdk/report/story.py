@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Sequence
 
-from sqrtdk.audits import Audit
 from sqrtdk.errors import unknown_name
 from sqrtdk.records.families import list_unusual
-from sqrtdk.records.record import Record, Row
+from sqrtdk.records.record import Record
 from sqrtdk.report import (
     exercise_figures,
     gradient_figures,
@@ -24,84 +21,14 @@ from sqrtdk.report import (
 )
 from sqrtdk.report.answer import answer
 from sqrtdk.report.cause import render_cause
+from sqrtdk.report.chapters import Chapter, Exhibit, Material, Section
 from sqrtdk.report.claim_cards import render_claims
 from sqrtdk.report.panels import Figure
 from sqrtdk.report.table import render_text
 from sqrtdk.report.try_it import render_try_it
 from sqrtdk.report.words import render_words
 
-__all__ = ["SECTIONS", "Chapter", "Exhibit", "Material", "Section", "choose_sections"]
-
-
-@dataclass(frozen=True)
-class Exhibit:
-    """Picture with its meaning: a figure, sentences below it, its numbers folded, its data to save.
-
-    Args:
-        figure: one panel; its title states the finding.
-        says: the sentences below.
-        source: the name of the record or audit that has the data.
-        table: its table that is folded below the figure.
-        rows: the rows of the table; none: no table.
-        columns: the columns that readers see; None: all.
-    """
-
-    figure: Figure
-    says: str
-    source: str
-    table: str
-    rows: Sequence[Row]
-    columns: Sequence[str] | None = None
-
-
-@dataclass(frozen=True)
-class Chapter:
-    """Content of a section: a paragraph, notes, HTML, exhibits, paragraphs after them, and folded figures."""
-
-    text: str
-    exhibits: Sequence[Exhibit] = ()
-    more: Mapping[str, Figure] = field(default_factory=dict)
-    notes: Sequence[str] = ()
-    html: str = ""
-    after: Sequence[str] = ()
-
-
-class Material(NamedTuple):
-    """Records by topic and the audit of a real model, with the reasons why others are missing."""
-
-    records: Mapping[str, Record]
-    audit: Audit | None = None
-    measured_here: bool = False
-    failures: Mapping[str, str] = {}
-    full: bool = False
-
-    def has(self, topic: str) -> bool:
-        """Tell whether there is a record (or the audit) for a topic."""
-        return topic in self.records or (topic == "audit" and self.audit is not None)
-
-
-class Section(NamedTuple):
-    """Section of the report.
-
-    Args:
-        title: its heading.
-        link: its name in the list of sections.
-        needs: the topics that it is told from; a missing topic leaves out what it would show.
-        tell: makes its chapter.
-        command: the command that computes its numbers, shown at its end.
-        leads: it stands above the list of sections, without a heading.
-        trains: it cannot be told without training.
-        scripts: files of the package that its HTML needs.
-    """
-
-    title: str
-    link: str
-    needs: tuple[str, ...]
-    tell: Callable[[Material], Chapter]
-    command: str | None = None
-    leads: bool = False
-    trains: bool = False
-    scripts: tuple[str, ...] = ()
+__all__ = ["GOAL", "SECTIONS", "choose_sections"]
 
 
 def _exhibit(
