@@ -80,6 +80,9 @@ SLOW_COMMANDS = (
     "sqrtdk zoo --family",
     "sqrtdk claims",
     "sqrtdk ablate",
+    "sqrtdk grid sweep.toml --store",
+    "sqrtdk reproduce logit-factor",
+    "sqrtdk reproduce --all",
     "sqrtdk runs",
     "sqrtdk report",
     "sqrtdk audit",
@@ -157,6 +160,9 @@ def test_commands_exist_with_their_options(command):
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [p for p in COMMANDS if not p.values[0].startswith(SLOW_COMMANDS)])
 def test_quick_commands_run(command, tmp_path):
+    for block in BLOCKS:
+        if block.language == "toml":  # its first line names the file
+            (tmp_path / block.text.split()[1].rstrip(":")).write_text(block.text, encoding="utf-8")
     arguments = shlex.split(command, comments=True)[1:]
     run = [sys.executable, "-m", "sqrtdk", *arguments]
     done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=120)
