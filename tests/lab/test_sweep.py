@@ -13,8 +13,8 @@ import time
 import pytest
 
 from sqrtdk.children import interrupts_held
-from sqrtdk.errors import InvalidTypeError, InvalidValueError, MissingExtraError, SqrtdkWarning
-from sqrtdk.lab import AblationSpec, Lab, Processes, Store, ablate, laboratory, swap_scale, worker
+from sqrtdk.errors import InvalidTypeError, InvalidValueError, MissingExtraError, SqrtdkError, SqrtdkWarning
+from sqrtdk.lab import AblationSpec, Lab, Processes, Store, ablate, laboratory, processes, swap_scale, worker
 from sqrtdk.lab import RunSpec as Spec
 from sqrtdk.lab.outcomes import choose_best
 from sqrtdk.lab.store import RunRecord
@@ -261,6 +261,26 @@ def test_the_run_of_a_dead_worker_goes_on_in_another():
     assert len(killed) == 2
     with make_lab() as alone:
         assert losses(records) == losses(alone.run(specs))
+
+
+class DeadAtStart:
+    """A worker's process that ended with an exit code before it was ready."""
+
+    def __init__(self, code):
+        self.end = lambda: code
+
+
+def test_workers_that_are_killed_while_they_start_are_replaced_twice():
+    with make_lab() as lab:
+        sweep = Sweep(grid(1), lab.store, None)
+        for _ in range(2):
+            processes._note_death(sweep, processes._Worker(DeadAtStart(-9)))
+        with pytest.raises(SqrtdkError, match=r"exit code -9 before its first run; is there memory enough"):
+            processes._note_death(sweep, processes._Worker(DeadAtStart(-9)))
+        with pytest.raises(
+            SqrtdkError, match=r'exit code 1 before its first run; call this .* `if __name__ == "__main'
+        ):
+            processes._note_death(Sweep(grid(1), lab.store, None), processes._Worker(DeadAtStart(1)))
 
 
 def test_steps_of_a_checkpoint_count_as_done_but_not_for_the_pace(tmp_path):

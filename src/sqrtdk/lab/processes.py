@@ -12,13 +12,15 @@ from sqrtdk import checks
 from sqrtdk.children import Child, interrupts_asked
 from sqrtdk.errors import SqrtdkError
 from sqrtdk.lab.spec import RunSpec
-from sqrtdk.lab.sweep import Sweep
+from sqrtdk.lab.sweep import MOST_DEATHS, Sweep
 from sqrtdk.lab.worker import train_guarded
 from sqrtdk.operation.cpus import count_cpus
 
 # Seconds between two looks whether Ctrl-C was pressed, and seconds for the checkpoints that it asks for.
 _LOOK_SECONDS = 0.2
 _STOP_SECONDS = 3.0
+# Stands for the workers that die before they have a run, among a sweep's deaths.
+_STARTING = "starting"
 
 
 class Processes:
@@ -195,9 +197,12 @@ def _stop(sweep: Sweep, busy: list[_Worker]) -> None:
 def _note_death(sweep: Sweep, worker: _Worker) -> None:
     code = worker.child.end()
     if not worker.ready:
-        raise SqrtdkError(
-            f"a worker process ended with exit code {code} before its first run; call this from a file whose "
-            'top level is guarded by `if __name__ == "__main__":`, or give Processes(1)'
-        )
+        sweep.deaths[_STARTING] += 1
+        is_killed = code is not None and code < 0
+        if is_killed and sweep.deaths[_STARTING] < MOST_DEATHS:
+            return  # another one is started
+        guard = 'call this from a file whose top level is guarded by `if __name__ == "__main__":`, or give Processes(1)'
+        reason = "is there memory enough for that many" if is_killed else guard
+        raise SqrtdkError(f"a worker process ended with exit code {code} before its first run; {reason}")
     if worker.spec is not None:
         sweep.lose(worker.spec, f"the worker process ended with exit code {code}")

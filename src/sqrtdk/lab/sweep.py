@@ -55,7 +55,7 @@ class Report(NamedTuple):
 
 ProgressCallback = Callable[[Progress], None]
 
-_MOST_DEATHS = 3
+MOST_DEATHS = 3
 """A run whose worker died so often has failed."""
 
 
@@ -119,11 +119,11 @@ class Sweep:
     def lose(self, spec: RunSpec, reason: str) -> None:
         """Let a run whose worker died go on from its last checkpoint; after three deaths it has failed."""
         self.deaths[spec.key] += 1
-        if self.deaths[spec.key] < _MOST_DEATHS:
+        if self.deaths[spec.key] < MOST_DEATHS:
             self.running.pop(spec.key, None)
             self.pending.appendleft(spec)
         else:
-            self.finish(spec, record_failure(spec, f"{reason}, for the {_MOST_DEATHS}rd time"))
+            self.finish(spec, record_failure(spec, f"{reason}, for the {MOST_DEATHS}rd time"))
 
     def advance(self, spec: RunSpec, report: Report) -> None:
         """Note how far a run is; keep its curves so far and its checkpoint if the report has them."""
