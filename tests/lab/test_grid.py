@@ -115,6 +115,7 @@ def test_the_command_plans_and_trains(tmp_path, capsys):
     assert (tmp_path / "grid.svg").stat().st_size > 1000
 
 
+@pytest.mark.tree
 def test_the_file_in_the_docs_is_a_grid(tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "experiments.md").read_text(encoding="utf-8")
     file = tmp_path / "sweep.toml"

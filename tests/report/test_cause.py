@@ -62,6 +62,7 @@ def test_a_term_is_marked_once_and_never_inside_a_word():
     assert re.findall(r"data-meaning=[^>]*>([^<]+)<", marked) == ["keys", "weight"]
 
 
+@pytest.mark.tree
 def test_the_page_of_the_docs_is_the_glossary():
     rows = re.findall(r"^\| (.+?) \| (.+) \|$", (DOCS / "glossary.md").read_text(encoding="utf-8"), re.MULTILINE)
     told = {term: re.sub(r" \(\[.*\]\(.*\)\)", "", meaning) for term, meaning in rows if term not in ("term", "---")}

@@ -4,6 +4,8 @@ import importlib.util
 from importlib import resources
 from pathlib import Path
 
+import pytest
+
 from sqrtdk.reproductions import REPRODUCTIONS
 from sqrtdk.reproductions.reproduction import name_outcome
 from sqrtdk.reproductions.shipped import COMMAND, load_reproductions
@@ -27,6 +29,7 @@ def test_the_record_has_the_expectations_of_the_code():
     assert (resources.files("sqrtdk.records.data") / "reproductions.json").stat().st_size < 100_000
 
 
+@pytest.mark.tree
 def test_the_page_is_that_of_the_record():
     spec = importlib.util.spec_from_file_location("make_literature", DOCS / "make_literature.py")
     script = importlib.util.module_from_spec(spec)
