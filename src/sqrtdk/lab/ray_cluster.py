@@ -6,7 +6,7 @@ import importlib.util
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -140,11 +140,7 @@ class Ray:
         """Keep what has finished or was reported; runs whose worker or node died are pending again."""
         import ray
 
-        specs = {spec.key: spec for spec in running.values()}
-        with suppress(ray.exceptions.RayError):  # reports may be lost: the next say as much
-            for key, report in ray.get(mailbox.collect.remote(), timeout=_ANSWER_SECONDS).items():
-                if key in specs:
-                    sweep.advance(specs[key], report)
+        _hear(sweep, running.values(), mailbox)
         finished, _ = ray.wait(list(running), num_returns=len(running), timeout=_LOOK_SECONDS)
         for task in finished:
             spec = running.pop(task)
@@ -178,10 +174,23 @@ class Ray:
 
     def _stop(self, sweep: Sweep, running: dict[Any, RunSpec], mailbox: Any) -> None:
         mailbox.stop.remote()
+        stopped = list(running.values())
         deadline = time.monotonic() + _STOP_SECONDS
         while running and time.monotonic() < deadline:
             self._collect(sweep, running, mailbox)
             sweep.pending.clear()
+        _hear(sweep, stopped, mailbox)  # the last checkpoints come just before their tasks end
+
+
+def _hear(sweep: Sweep, specs: Iterable[RunSpec], mailbox: Any) -> None:
+    """Note the reports of these runs since the last time. Reports may be lost: the next say as much."""
+    import ray
+
+    known = {spec.key: spec for spec in specs}
+    with suppress(ray.exceptions.RayError):
+        for key, report in ray.get(mailbox.collect.remote(), timeout=_ANSWER_SECONDS).items():
+            if key in known:
+                sweep.advance(known[key], report)
 
 
 class _Mailbox:
