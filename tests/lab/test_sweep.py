@@ -275,7 +275,7 @@ def test_workers_that_are_killed_while_they_start_are_replaced_twice():
         sweep = Sweep(grid(1), lab.store, None)
         for _ in range(2):
             processes._note_death(sweep, processes._Worker(DeadAtStart(-9)))
-        with pytest.raises(SqrtdkError, match=r"exit code -9 before its first run; is there memory enough"):
+        with pytest.raises(SqrtdkError, match=r"exit code -9 before its first run; memory may be short: give fewer"):
             processes._note_death(sweep, processes._Worker(DeadAtStart(-9)))
         with pytest.raises(
             SqrtdkError, match=r'exit code 1 before its first run; call this .* `if __name__ == "__main'

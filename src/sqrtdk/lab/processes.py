@@ -202,7 +202,7 @@ def _note_death(sweep: Sweep, worker: _Worker) -> None:
         if is_killed and sweep.deaths[_STARTING] < MOST_DEATHS:
             return  # another one is started
         guard = 'call this from a file whose top level is guarded by `if __name__ == "__main__":`, or give Processes(1)'
-        reason = "is there memory enough for that many" if is_killed else guard
+        reason = "memory may be short: give fewer workers" if is_killed else guard
         raise SqrtdkError(f"a worker process ended with exit code {code} before its first run; {reason}")
     if worker.spec is not None:
         sweep.lose(worker.spec, f"the worker process ended with exit code {code}")
