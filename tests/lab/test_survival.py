@@ -302,8 +302,14 @@ SLOW = "ablate --scale none,sqrt --seeds 2 --steps 100000 --d-model 32 --d-k 16"
 def test_ctrl_c_writes_a_checkpoint_and_leaves_within_five_seconds(tmp_path, workers):
     path = tmp_path / "runs.sqlite"
     process = start(tmp_path, path, workers, SLOW)
+    folder = path.with_suffix(".checkpoints")
+
+    def list_latest():
+        return [file for file in folder.glob("*.safetensors") if ".before" not in file.name]
+
     try:
-        wait_for_change(path, process, (0, 0))
+        while process.poll() is None and len(list_latest()) < workers:
+            time.sleep(0.01)
         before, began = count_safe(path)[1], time.time_ns()
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
@@ -312,28 +318,28 @@ def test_ctrl_c_writes_a_checkpoint_and_leaves_within_five_seconds(tmp_path, wor
     assert (time.time_ns() - began) / 1e9 < on_this_machine(5.0)
     assert process.returncode == 130, err
     assert count_safe(path)[1] >= max(before, began - 10**8)
-    folder = path.with_suffix(".checkpoints")
-    latest = [file for file in folder.glob("*.safetensors") if ".before" not in file.name]
-    assert len(latest) == workers
-    assert all(read_state(file.read_bytes(), file.stem)["step"] > 0 for file in latest)
+    assert len(list_latest()) == workers
+    assert all(read_state(file.read_bytes(), file.stem)["step"] > 0 for file in list_latest())
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_ctrl_c_twice_leaves_within_a_second(tmp_path, workers):
     """Steps of this model take long: the first Ctrl-C waits for one, the second does not."""
     path = tmp_path / "runs.sqlite"
-    process = start(tmp_path, path, workers, "ablate --scale sqrt --seeds 2 --steps 1000 --d-model 512 --batch 128")
+    process = start(tmp_path, path, workers, "ablate --scale sqrt --seeds 2 --steps 1000 --d-model 512 --batch 256")
     try:
         wait_for_change(path, process, (0, 0))
+        time.sleep(0.5)  # a write that waits for the disk holds signals back: two would arrive as one
         process.send_signal(signal.SIGINT)
         time.sleep(0.1)
         began = time.monotonic()
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
+        process.wait(timeout=60)  # workers end with their step, and hold the pipes until then
         assert time.monotonic() - began < on_this_machine(1.0)
     finally:
         process.kill()
+        process.communicate()
     assert process.returncode == 130
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from sqrtdk.commands import diagnose, experiment, machine, pages_and_figures, runs, understand
+from sqrtdk.commands.interrupts import INTERRUPTED, leaving_at_second_interrupt
 from sqrtdk.commands.options import name_options
 from sqrtdk.commands.results import fail
 from sqrtdk.errors import SqrtdkError, SqrtdkWarning
@@ -60,8 +61,6 @@ for _panel, _group in GROUPS.items():
         app.registered_commands.append(_command)
 
 app.add_typer(runs.commands, name="runs", rich_help_panel="Experiment")
-
-_INTERRUPTED = 130
 
 
 def _list_options(program: typer.Typer) -> set[str]:
@@ -118,7 +117,8 @@ def run_app(program: typer.Typer, name: str, arguments: list[str] | None) -> NoR
     never_fail(sys.stdout, sys.stderr)
     _show_warnings_as_lines()
     try:
-        code = program(args=arguments, standalone_mode=False, prog_name=name)
+        with leaving_at_second_interrupt():
+            code = program(args=arguments, standalone_mode=False, prog_name=name)
     except SqrtdkError as error:
         fail(name_options(error, _list_options(program)), 2)
     except OSError as error:  # a full disk, a missing file: a traceback would not help
@@ -131,6 +131,6 @@ def run_app(program: typer.Typer, name: str, arguments: list[str] | None) -> NoR
         fail(_say_usage(error) or " ".join(str(format_message()).split()), int(getattr(error, "exit_code", 2)))
     else:
         # The option parser turns Ctrl-C into this exit code.
-        if code == _INTERRUPTED:
-            fail("interrupted; finished runs are in the store if one was given", _INTERRUPTED)
+        if code == INTERRUPTED:
+            fail("interrupted; finished runs are in the store if one was given", INTERRUPTED)
         sys.exit(code if isinstance(code, int) else 0)
