@@ -89,7 +89,7 @@ class Ray:
         if self.on == "ray":
             # Nothing is told to anybody, and no page is served.
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            # Ray ends idle workers beyond one per CPU. The mailbox is a worker too, and another would import torch again.
+            # Ray ends idle workers beyond one per CPU. The mailbox is a worker too, and a new one imports torch again.
             kept = {"num_workers_soft_limit": self.workers + 1}
             settings |= {"num_cpus": self.workers, "include_dashboard": False, "_system_config": kept}
         if self._runtime_env:
