@@ -181,6 +181,10 @@ class Seen(Shown):
             known = self._scales[layer] = read_scale(layer.path, call)
         return known
 
+    def scale_of(self, layer: LayerKey) -> ScaleRecord:
+        """Return the scale record of a layer that was seen."""
+        return self._scales[layer]
+
     def note_heads(self, path: str, call: SeenCall) -> None:
         """Record the parameters that compute a module's heads. All calls must use the same parameters."""
         known = self._evidence.get(path)

@@ -28,19 +28,22 @@ from sqrtdk.torch.watch.modules import (
     MOST_CALLS,
     CallCounter,
     Frame,
+    LayerKey,
     find_learnt,
     name_modules,
     read_heads,
 )
 from sqrtdk.torch.watch.padding import Padding, read_keys, read_tokens
-from sqrtdk.torch.watch.recognise.calls import SeenCall, read_slopes
+from sqrtdk.torch.watch.recognise.calls import SeenCall, are_one_sequence, place_queries, read_slopes
 from sqrtdk.torch.watch.recognise.parts import Candidate, Stack
 from sqrtdk.torch.watch.recognise.recogniser import Recogniser
+from sqrtdk.torch.watch.recognise.repeated import UNLIKE, FusedOnly, Known
 from sqrtdk.torch.watch.running import listen
 from sqrtdk.torch.watch.score_sums import read_causes
 from sqrtdk.torch.watch.seen import Seen, SeenRows
 from sqrtdk.wording.numbers import write_number
 
+_CAUSES_EVERY = 8
 _EAGER = "compiled regions ran eagerly while watched"
 
 
@@ -52,6 +55,10 @@ def watch(model: nn.Module, *, keep_rows: int | None = None) -> AbstractContextM
     attention, from the product of queries and keys to the softmax. Calls outside the model do not count, nor does the
     recomputation of a checkpoint. Compiled regions run eagerly meanwhile. The model is not changed. After the block,
     even if an exception ends the block, everything is as before.
+
+    After a call whose attention was all fused, such as the first of `generate`, later calls are followed for fused
+    attention alone: in the modules that computed it before and in new modules, and in calls 2, 4, 8 and so on in the
+    whole model. Attention of another kind there is listed in `unattributed`, and calls after it are followed fully.
 
     Args:
         model: any module.
@@ -75,7 +82,7 @@ def watch(model: nn.Module, *, keep_rows: int | None = None) -> AbstractContextM
         raise InvalidTypeError("model", f"must be a torch.nn.Module, got {type(model).__name__}")
     keep_rows = None if keep_rows is None else checks.integer("keep_rows", keep_rows, 1)
     _check_numbers(model)
-    watching = Watch(model)
+    watching = Watch(model, known=Known())
     watching.seen.keep_rows = keep_rows
     return watching
 
@@ -109,6 +116,10 @@ class _Thread(threading.local):
         self.counter = CallCounter()
         self.recogniser: Recogniser | None = None
         self.is_on = False
+        # Whether the call is a repeated one, its mode, and the number of running modules when the mode was entered.
+        self.is_repeated = False
+        self.fused_only: FusedOnly | None = None
+        self.fused_from: int | None = None
         # Collects requested weights; None if no weights are requested.
         self.wanted: list[Any] | None = None
 
@@ -119,8 +130,10 @@ class Watch(AbstractContextManager[Seen]):
     The watch closes at the end of the `with` block, after an exception, or when it is garbage collected.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, known: Known | None = None) -> None:
         self._model = model
+        # Collects facts that spare work in repeated calls; None follows every call fully.
+        self._known = known
         self._lock = threading.Lock()
         self._thread = _Thread()
         self._names: dict[nn.Module, str] = {}
@@ -155,7 +168,10 @@ class Watch(AbstractContextManager[Seen]):
     # Module calls
 
     def follows(self, module: nn.Module) -> bool:
-        """Return whether a module belongs to the model."""
+        """Return whether calls of a module matter: in a repeated call those around attention, and unknown modules."""
+        known, thread = self._known, self._thread
+        if known is not None and thread.is_repeated and thread.fused_from != 0 and module in known.ran:
+            return module in known.around
         return module in self._names
 
     def count_running(self) -> int:
@@ -169,6 +185,8 @@ class Watch(AbstractContextManager[Seen]):
             thread.counter.restart()
             if not is_in_backward():
                 self._begin_call()
+        if self._known is not None:
+            self._note_run(self._known, module)
         recogniser = thread.recogniser
         products, taken = (0, 0) if recogniser is None else (recogniser.products, recogniser.taken)
         thread.calls += 1
@@ -188,6 +206,8 @@ class Watch(AbstractContextManager[Seen]):
             recogniser.end_module(frame.number, frame.path, output, is_projection)
         del thread.frames[running:]
         thread.stack = None
+        if thread.fused_from is not None and running <= thread.fused_from:
+            self._leave_fused()
         if not thread.frames:
             self._end_call(has_failed)
 
@@ -203,8 +223,19 @@ class Watch(AbstractContextManager[Seen]):
         thread = self._thread
         with self._lock:
             self.seen.calls += 1
+        if self._known is not None and self._known.is_enough:
+            thread.is_repeated = True
+            # Now and then the whole model is observed, in case that another module computes attention now.
+            if self.seen.calls.bit_count() == 1:
+                self._enter_fused(self._known)
+        else:
+            self._follow()
+
+    def _follow(self) -> None:
+        """Follow all operations of this thread until the model call ends."""
+        thread = self._thread
         if thread.recogniser is None:
-            thread.recogniser = Recogniser(self._take, self._locate, self._is_parameter)
+            thread.recogniser = Recogniser(self._take, self._locate, self._is_parameter, self._hear)
         learnt = find_learnt(self._names)
         addresses = frozenset(map(storage_address, learnt))
         if addresses != self._parameters:
@@ -217,8 +248,51 @@ class Watch(AbstractContextManager[Seen]):
     def _end_call(self, has_failed: bool) -> None:
         self._stop()
 
+    # Repeated calls
+
+    def _note_run(self, known: Known, module: nn.Module) -> None:
+        """Handle the start of a module call: an unknown module is followed fully, a known one where it attends."""
+        thread = self._thread
+        if module not in known.ran:
+            known.ran.add(module)
+            if thread.is_repeated:
+                self._leave_fused()
+                thread.is_repeated = False
+                self._follow()
+        elif thread.is_repeated and thread.fused_from is None and module in known.attending:
+            self._enter_fused(known)
+
+    def _enter_fused(self, known: Known) -> None:
+        thread = self._thread
+        if thread.fused_only is None:
+            thread.fused_only = FusedOnly(known, self._take, self._locate)
+        thread.fused_from = len(thread.frames)
+        thread.fused_only.__enter__()
+
+    def _leave_fused(self) -> None:
+        thread = self._thread
+        if thread.fused_from is not None and thread.fused_only is not None:
+            leave_mode(thread.fused_only)
+            thread.fused_from = None
+
+    def _hear(self, name: str) -> None:
+        if self._known is not None:
+            self._known.heard.update((frame.path, name) for frame in self._thread.frames)
+
+    def _learn(self, known: Known, candidate: Candidate, layer: LayerKey | None) -> None:
+        """Collect the facts of a candidate; attention that is not fused or not understood ends repeated following."""
+        call, frames = candidate.call, self._thread.frames
+        if call is None or layer is None or not candidate.is_plain:
+            known.is_all_fused = False
+            return
+        known.one_sequence[layer] = call.first_position is not None if call.last is not None else are_one_sequence(call)
+        known.around.update(frame.module for frame in frames)
+        known.attending.add(frames[-1].module)
+
     def _stop(self) -> None:
         thread = self._thread
+        thread.is_repeated = False
+        self._leave_fused()
         if thread.is_on and thread.recogniser is not None:
             leave_mode(thread.recogniser)
             thread.is_on = False
@@ -254,7 +328,10 @@ class Watch(AbstractContextManager[Seen]):
 
     def _take(self, candidate: Candidate) -> None:
         call = candidate.call
+        known = self._known
         if call is None or candidate.statistics is None:
+            if known is not None:
+                self._learn(known, candidate, None)
             if candidate.reason is not None:
                 with self._lock:
                     self.seen.miss(candidate.path, candidate.reason)
@@ -262,11 +339,24 @@ class Watch(AbstractContextManager[Seen]):
         number, path = candidate.stack[-1][:2] if candidate.stack else (0, "")
         # Within one module call, attention with another number of heads is a separate layer.
         layer = self._thread.counter.find(path, (number, call.shape[1]))
+        if known is not None and not candidate.is_repeated:
+            self._learn(known, candidate, layer)
+        elif known is not None:
+            one_sequence = known.one_sequence.get(layer)
+            if one_sequence is None:  # another module, more of its calls or other heads than before
+                known.is_all_fused = False
+                with self._lock:
+                    self.seen.miss(path, UNLIKE.format("attention"))
+                return
+            call = place_queries(call, one_sequence=one_sequence)
         with unseen():
             tokens, padding = self._find_padding(call)
             slopes = read_slopes(call) if self.seen.is_new(layer) else None
-        record = self.seen.note_scale(layer, call)
-        causes = None if call.logits is not None else read_causes(call, tokens, record.d_k)
+        is_repeated = candidate.is_repeated
+        record = self.seen.scale_of(layer) if is_repeated else self.seen.note_scale(layer, call)
+        # Causes are means over rows: in repeated calls one of eight suffices, at a third of the cost of a short call.
+        is_left_out = call.logits is not None or (is_repeated and self.seen.calls % _CAUSES_EVERY)
+        causes = None if is_left_out else read_causes(call, tokens, record.d_k)
         rows = SeenRows(candidate.statistics, call.first_position, tokens, causes)
         batch, heads, queries, _ = call.shape
         with self._lock:
@@ -277,7 +367,8 @@ class Watch(AbstractContextManager[Seen]):
                 self.seen.remark(path, remark)
             if layer.call == MOST_CALLS - 1:
                 self.seen.note_loop(path)
-            self.seen.note_heads(path, call)
+            if not is_repeated:
+                self.seen.note_heads(path, call)
             self.seen.keep(layer, call, tokens)
             self.seen.add(layer, rows, batch * heads * queries, padding)
 

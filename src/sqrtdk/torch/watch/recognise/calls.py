@@ -207,13 +207,24 @@ def compare(call: SeenCall, weights: Tensor) -> float:
     return worst
 
 
-def place_queries(call: SeenCall) -> SeenCall:
-    """Return the call with the position of its first query among the keys, if both are of one sequence."""
+def are_one_sequence(call: SeenCall) -> bool:
+    """Return whether queries and keys are known to come from the same tensors."""
     q, k = call.q_lineage, call.k_lineage
+    return q is not None and k is not None and bool(q.sources & k.sources)
+
+
+def place_queries(call: SeenCall, *, one_sequence: bool | None = None) -> SeenCall:
+    """Return the call with the position of its first query among the keys, if both are of one sequence.
+
+    Args:
+        call: the call.
+        one_sequence: whether they are; None reads it from the lineages.
+    """
     _, _, queries, keys = call.shape
     if call.last is not None:
         return replace(call, first_position=call.last)
-    if q is None or k is None or not q.sources & k.sources or queries > keys:
+    is_one = are_one_sequence(call) if one_sequence is None else one_sequence
+    if not is_one or queries > keys:
         return call
     if queries < keys:
         ahead = _count_ahead(call)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from sqrtdk.operation.visibility import OPEN_ABOVE, OPEN_BELOW
 from sqrtdk.scales import default_factor
 from sqrtdk.statistics import AttentionStatistics
 from sqrtdk.torch.internals import WeakStorage, name_arguments, storage_address
+from sqrtdk.torch.minus_infinity import is_closed
 from sqrtdk.torch.watch.recognise.calls import SeenCall, four_axes
 from sqrtdk.torch.watch.recognise.coordinates import Spot, UnevenError
 from sqrtdk.torch.watch.recognise.lineage import Lineage
@@ -108,6 +111,18 @@ def read_statistics(result: Any) -> AttentionStatistics:
     done = Forward(*result)
     blocks = [x.reshape(x.shape[0], *_pad(x[0], 3).flatten(0, -3).shape) for x in (done.counts, done.measures)]
     return AttentionStatistics.from_blocks(*blocks)
+
+
+def find_rows(name: str, call: SeenCall, result: Any) -> AttentionStatistics | None:
+    """Return the statistics that an operation computed itself, or None if the call is to be measured."""
+    has_rows = name == OWN and (call.mask is None or is_closed(call.mask))
+    return read_statistics(result) if has_rows else None
+
+
+@lru_cache(maxsize=1024)
+def looks_like_attention(name: str) -> bool:
+    """Return whether the name of an unlisted operation suggests attention."""
+    return re.search(r"attention|attn", name) is not None
 
 
 def _pad(x: Tensor, rank: int) -> Tensor:

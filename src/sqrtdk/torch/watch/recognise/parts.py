@@ -44,6 +44,10 @@ class Candidate:
     is_of_scores: bool = True
     # Whether these are dot products of pairs, which an exponential would turn into a softmax.
     needs_exponential: bool = False
+    # Whether this is of a fused operation with the heads where the operation has them.
+    is_plain: bool = False
+    # Whether this is of a repeated call, whose vectors were not followed.
+    is_repeated: bool = False
     # Notes about the layer.
     remarks: list[str] = field(default_factory=list)
 

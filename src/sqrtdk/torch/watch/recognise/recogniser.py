@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,13 +21,19 @@ from sqrtdk.torch.internals import (
     unseen,
     without_modes,
 )
-from sqrtdk.torch.minus_infinity import is_closed
 from sqrtdk.torch.watch.modules import find_tensors
 from sqrtdk.torch.watch.recognise.calls import NotUnderstoodError, SeenCall, compare, measure, place_queries
 from sqrtdk.torch.watch.recognise.coordinates import Spot, UnevenError
 from sqrtdk.torch.watch.recognise.flexible import FLEXIBLE, read_flexible
 from sqrtdk.torch.watch.recognise.following import move
-from sqrtdk.torch.watch.recognise.fused_operations import FUSED, OWN, arrange, read_statistics, with_statistics
+from sqrtdk.torch.watch.recognise.fused_operations import (
+    FUSED,
+    OWN,
+    arrange,
+    find_rows,
+    looks_like_attention,
+    with_statistics,
+)
 from sqrtdk.torch.watch.recognise.known_tensors import KnownTensors
 from sqrtdk.torch.watch.recognise.lineage import Lineage
 from sqrtdk.torch.watch.recognise.nested import see_nested
@@ -37,6 +41,7 @@ from sqrtdk.torch.watch.recognise.operations import HANDLERS, VIEWS, see_unknown
 from sqrtdk.torch.watch.recognise.parts import Candidate, OpenCalls, Stack, common
 from sqrtdk.torch.watch.recognise.projections import Projection
 from sqrtdk.torch.watch.recognise.recover import NotAttentionError, recover
+from sqrtdk.torch.watch.recognise.repeated import TELLING
 from sqrtdk.torch.watch.recognise.scores import Scores, Side
 from sqrtdk.torch.watch.recognise.vectors import Origin, Projected, Trace, Way
 
@@ -56,6 +61,7 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
         take: Callable[[Candidate], None],
         locate: Callable[[], Stack],
         is_parameter: Callable[[int], bool],
+        hear: Callable[[str], None] = lambda name: None,
     ) -> None:
         super().__init__()
         self.memory = KnownTensors()
@@ -66,6 +72,7 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
         # Numbers of the module calls that contain a norm.
         self._normalising: set[int] = set()
         self._is_parameter = is_parameter
+        self._hear = hear
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -101,6 +108,8 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
     def _look_at(self, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         if name in VIEWS:
             return
+        if name in TELLING:
+            self._hear(name)
         if isinstance(result, Tensor) and result.is_nested and see_nested(self, name, args, result):
             return
         see = HANDLERS.get(name)
@@ -140,13 +149,15 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
                 self.refuse(calls)
                 calls = []
             for call in calls:
+                given = call.q
                 if call.q_lineage is None:
                     q, k = (self.side_of(x) for x in (call.q, call.k))
                     call = replace(call, q_lineage=q.lineage, k_lineage=k.lineage)
                     call = call if name == OWN else arrange(call, q, k)
-                has_rows = name == OWN and (call.mask is None or is_closed(call.mask))
                 try:
-                    self.confirm(self.see_call(place_queries(call), read_statistics(result) if has_rows else None))
+                    candidate = self.see_call(place_queries(call), find_rows(name, call, result))
+                    candidate.is_plain = call.q is given and name != FLEXIBLE and not candidate.is_part
+                    self.confirm(candidate)
                 except NotUnderstoodError as error:
                     self.refuse(str(error))
         self.root(result[0] if isinstance(result, tuple | list) else result, [])
@@ -350,9 +361,3 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
         self._open.clear()
         self._normalising.clear()
         self.memory.end_call()
-
-
-@lru_cache(maxsize=1024)
-def looks_like_attention(name: str) -> bool:
-    """Return whether the name of an unlisted operation suggests attention."""
-    return re.search(r"attention|attn", name) is not None
