@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from sqrtdk.commands import diagnose, experiment, machine, pages_and_figures, runs, understand
-from sqrtdk.commands.interrupts import INTERRUPTED, leaving_at_second_interrupt
+from sqrtdk.commands.interrupts import INTERRUPTED
 from sqrtdk.commands.options import name_options
 from sqrtdk.commands.results import fail
 from sqrtdk.errors import SqrtdkError, SqrtdkWarning
@@ -117,8 +117,7 @@ def run_app(program: typer.Typer, name: str, arguments: list[str] | None) -> NoR
     never_fail(sys.stdout, sys.stderr)
     _show_warnings_as_lines()
     try:
-        with leaving_at_second_interrupt():
-            code = program(args=arguments, standalone_mode=False, prog_name=name)
+        code = program(args=arguments, standalone_mode=False, prog_name=name)
     except SqrtdkError as error:
         fail(name_options(error, _list_options(program)), 2)
     except OSError as error:  # a full disk, a missing file: a traceback would not help

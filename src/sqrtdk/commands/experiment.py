@@ -9,6 +9,7 @@ import typer
 
 from sqrtdk import scales
 from sqrtdk.commands.flags import Json, Memory, NumCpus, NumGpus, On, Plot, Store, Workers, examples
+from sqrtdk.commands.interrupts import leaving_at_second_interrupt
 from sqrtdk.commands.options import read_names, read_numbers
 from sqrtdk.commands.results import present, require_drawable
 from sqrtdk.records.record import Record
@@ -95,7 +96,11 @@ def ablate(
     )
     require_drawable(plot)
     executor = lab.choose_executor(on, workers, num_cpus=num_cpus, num_gpus=num_gpus, memory=memory)
-    with progress_bar() as bar, lab.Lab(store, executor, follow(bar, "training"), to=to) as place:
+    with (
+        leaving_at_second_interrupt(),
+        progress_bar() as bar,
+        lab.Lab(store, executor, follow(bar, "training"), to=to) as place,
+    ):
         record = lab.ablate(spec, place)
     present(record, json, plot, curves=curves)
 
@@ -147,7 +152,11 @@ def grid(
     spec = lab.GridSpec(**changes) if file is None else lab.read_grid(file, **changes)
     require_drawable(plot)
     executor = lab.choose_executor(on, workers, num_cpus=num_cpus, num_gpus=num_gpus, memory=memory)
-    with progress_bar() as bar, lab.Lab(store, executor, follow(bar, "training")) as laboratory:
+    with (
+        leaving_at_second_interrupt(),
+        progress_bar() as bar,
+        lab.Lab(store, executor, follow(bar, "training")) as laboratory,
+    ):
         if dry_run:
             bar.show("timing a few steps")
             record = lab.plan_grid(spec, laboratory, lab.Processes(workers).workers)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from sqrtdk.commands.interrupts import leaving_at_second_interrupt
 from sqrtdk.commands.options import naming
 from sqrtdk.records.record import Record
 from sqrtdk.show.progress import Bar, follow, progress_bar
@@ -25,7 +26,11 @@ def gathering(
     from sqrtdk.claims import Evidence
     from sqrtdk.lab import Lab, Processes
 
-    with progress_bar() as bar, Lab(store, Processes(workers), follow(bar, "training")) as lab:
+    with (
+        leaving_at_second_interrupt(),
+        progress_bar() as bar,
+        Lab(store, Processes(workers), follow(bar, "training")) as lab,
+    ):
         yield Evidence(seed, seeds, steps, lab), bar
 
 

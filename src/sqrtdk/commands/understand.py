@@ -10,6 +10,7 @@ import typer
 
 from sqrtdk import exercises
 from sqrtdk.commands.flags import Json, On, Plot, Seed, Store, Workers, examples
+from sqrtdk.commands.interrupts import leaving_at_second_interrupt
 from sqrtdk.commands.options import read_numbers
 from sqrtdk.commands.results import gathering, present, require_drawable, working
 from sqrtdk.errors import InvalidValueError
@@ -146,6 +147,7 @@ def reproduce(
         bar.show(current, share)
 
     with (
+        leaving_at_second_interrupt(),
         progress_bar() as bar,
         Lab(store, choose_executor(on, workers), lambda state: follow(bar, f"{current}, training")(state)) as lab,
     ):
