@@ -27,11 +27,11 @@ def change(record, table, wanted, **values):
 
 def test_each_main_section_asks_one_question_before_its_text():
     page = render_report(every_kind())
-    asked = re.findall(r'<aside class="guess" id="guess-(\w+)"', page)
+    asked = re.findall(r'<div class="guess" id="guess-(\w+)"', page)
     assert asked == list(SECTIONS)
     for name in SECTIONS[1:]:
         section = page[page.index(f'<section id="{name}">') :]
-        assert re.match(rf'<section id="{name}"><h2>[^<]*</h2><aside class="guess" id="guess-{name}"', section)
+        assert re.match(rf'<section id="{name}"><h2>[^<]*</h2><div class="guess" id="guess-{name}"', section)
 
 
 def test_without_a_script_question_and_answer_are_there():

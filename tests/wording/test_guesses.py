@@ -20,7 +20,7 @@ def test_the_factor_between_guess_and_computed_is_told(computed, factor):
 
 
 def test_zero_has_no_factor():
-    assert compare_number(0, 0) == "Your guess, 0, is right."
+    assert compare_number(0, 0) == "Your guess, 0, is close: 0 is computed."
     assert "times" not in compare_number(0, 5) + compare_number(5, 0)
 
 

@@ -17,7 +17,7 @@ from sqrtdk.exercises.gradients import gradients
 from sqrtdk.exercises.saturation import saturation
 from sqrtdk.exercises.temperature import temperature
 from sqrtdk.exercises.variance import variance
-from sqrtdk.wording.guesses import compare_number
+from sqrtdk.wording.guesses import compare_number, is_close
 from sqrtdk.wording.numbers import write_number
 
 __all__ = ["EXERCISES", "Reply", "check", "compare"]
@@ -96,7 +96,7 @@ def compare(exercise: str, guess: Any) -> Reply:
     """Compare a guess with the number that sqrtdk computes.
 
     >>> compare("saturation", 10)
-    Your guess, 10, is 2 times the computed 5.
+    Your guess, 10, is 2 times the computed 5.04.
     >>> compare("saturation", ...)
     No guess yet: set guess to a number.
 
@@ -108,8 +108,8 @@ def compare(exercise: str, guess: Any) -> Reply:
         return Reply(None, "No guess yet: set guess to a number.")
     if isinstance(guess, bool) or not isinstance(guess, int | float | np.integer | np.floating):
         return Reply(None, f"A guess must be a number, got {type(guess).__name__}.")
-    says = compare_number(float(guess), known.guessed())
-    return Reply("is close" in says or "is right" in says, says)
+    computed = known.guessed()
+    return Reply(is_close(float(guess), computed), compare_number(float(guess), computed))
 
 
 def _find(exercise: str) -> _Exercise:

@@ -90,9 +90,9 @@ def render_question(name: str, question: Question | None, *, opened: bool = Fals
     replies = escape(json.dumps(list(question.replies.values()), ensure_ascii=False))
     right = "" if question.right is None else f' data-right="{guesses.index(question.right)}"'
     return (
-        f'<aside class="guess" id="guess-{name}" aria-label="Guess first" data-replies="{replies}"{right}>'
+        f'<div class="guess" id="guess-{name}" role="group" aria-label="Guess first" data-replies="{replies}"{right}>'
         f'<p class="guess-asks"><b>Guess first.</b> {render_text(question.text)}</p>'
         f'<div class="controls">{controls}</div><p class="guess-says" aria-live="polite"></p>'
         f"<details{' open' if opened else ''}><summary>The computed answer</summary>"
-        f"<p>{render_text(question.answer)}</p></details></aside>"
+        f"<p>{render_text(question.answer)}</p></details></div>"
     )

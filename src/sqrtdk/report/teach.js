@@ -29,7 +29,7 @@
 
   /** The screen that the address names: its section's first if it has fewer by now, else the first of all. */
   function find(screens) {
-    const [, name] = /^#teach-?(.*)$/.exec(decodeURIComponent(location.hash)) ?? [];
+    const [, name] = /^#teach-?(.*)$/.exec(location.hash) ?? [];
     if (name === undefined) return -1;
     const places = [screens.findIndex((one) => one.name === name), screens.findIndex((one) => one.section === name.replace(/-\d+$/, "")), 0];
     return screens.length ? places.find((place) => place >= 0) : -1;
