@@ -2,13 +2,10 @@
 
 import json
 import re
-from functools import cache
 
 import pytest
 
-from browser import open_browser, open_page
-from example_records import every_kind
-from sqrtdk.report import render_report
+from browser import open_page
 
 pytestmark = pytest.mark.long
 
@@ -23,24 +20,6 @@ SWIPE = """([x0, x1]) => {
   send("touchstart", x0, [at(x0)]);
   send("touchend", x1, []);
 }"""
-
-
-@cache
-def story():
-    return {name: record for name, record in every_kind().items() if name not in ("bench", "explain")}
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with open_browser() as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
-def address(tmp_path_factory):
-    path = tmp_path_factory.mktemp("report") / "report.html"
-    path.write_text(render_report(story()), encoding="utf-8")
-    return path.as_uri()
 
 
 def counter(page):
