@@ -1,10 +1,11 @@
-"""Runs docs/exercises.ipynb without Jupyter and stores the outputs of its cells, so that readers need not run it."""
+"""Builds both notebooks from docs/exercise_list.py, runs the one with answers without Jupyter, stores its outputs."""
 
 import ast
 import base64
 import contextlib
 import io
 import json
+import runpy
 import sys
 from pathlib import Path
 
@@ -12,12 +13,67 @@ import sqrtdk.report
 from sqrtdk.report.matplotlib_renderer import draw
 from sqrtdk.report.notebook import draw_together, plan_figure
 
-NOTEBOOK = Path(__file__).parent / "exercises.ipynb"
+DOCS = Path(__file__).parent
+NOTEBOOK, STUDENT = DOCS / "exercises.ipynb", DOCS / "exercises-student.ipynb"
+LIST = runpy.run_path(str(DOCS / "exercise_list.py"))
 
 
-def read_notebook():
-    """Return the notebook as stored."""
-    return json.loads(NOTEBOOK.read_text(encoding="utf-8"))
+def read_notebook(path=NOTEBOOK):
+    """Return a notebook as stored."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def write_notebook(notebook, path):
+    """Store a notebook."""
+    path.write_text(json.dumps(notebook, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+
+
+def build_notebook():
+    """Return the notebook with answers, its cells without outputs."""
+    cells = [_text(LIST["INTRODUCTION"]), _code(LIST["IMPORTS"])]
+    for one in LIST["EXERCISES"]:
+        *code, last = one.code
+        cells += [_text(one.question), _ask(one), _fill(one, one.solution)]
+        cells += [_text(one.note)] if one.note else []
+        cells += [*map(_code, code), _code(last, ["trains"] if one.trains else [])]
+        cells.append(_text(f"<details><summary>Answer</summary>\n\n{one.answer}\n</details>"))
+    return _number([*cells, _text(LIST["LAST"])])
+
+
+def build_student_notebook(bodies=None):
+    """Return the notebook without solutions; `bodies` by exercise fill its functions."""
+    cells = [_text(LIST["STUDENT_INTRODUCTION"]), _code(LIST["STUDENT_IMPORTS"])]
+    for one in LIST["EXERCISES"]:
+        hint = f"<details><summary>Hint</summary>\n\n{one.hint}\n</details>"
+        cells += [_text(one.question), _ask(one), _fill(one, (bodies or {}).get(one.name, one.gap)), _text(hint)]
+    return _number([*cells, _text(LIST["LAST"])])
+
+
+def _ask(one):
+    return _code(f'guess = ...  # your guess: {one.guess}\ncompare("{one.name}", guess)')
+
+
+def _fill(one, body):
+    return _code(f'{one.head}{body}\n\n\ncheck("{one.name}", {one.function})')
+
+
+def _text(source):
+    return {"cell_type": "markdown", "metadata": {}, "source": _lines(source)}
+
+
+def _code(source, tags=()):
+    metadata = {"tags": list(tags)} if tags else {}
+    return {"cell_type": "code", "execution_count": None, "metadata": metadata, "outputs": [], "source": _lines(source)}
+
+
+def _number(cells):
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    return {
+        "cells": [{"cell_type": cell["cell_type"], "id": f"cell-{at}", **cell} for at, cell in enumerate(cells)],
+        "metadata": {"kernelspec": kernel, "language_info": {"name": "python"}},
+        "nbformat": 4,
+        "nbformat_minor": 5,
+    }
 
 
 def code_of(notebook):
@@ -92,15 +148,16 @@ def read_outputs(outputs):
 
 
 def main():
-    """Run all cells and store their outputs."""
-    notebook = read_notebook()
+    """Store both notebooks, the one with answers with the outputs of its cells."""
+    write_notebook(build_student_notebook(), STUDENT)
+    notebook = build_notebook()
     cells = code_of(notebook)
     for number, (cell, outputs) in enumerate(zip(cells, run_cells(cells), strict=True), 1):
         for output in outputs:
             if output["output_type"] == "execute_result":
                 output["execution_count"] = number
         cell["outputs"], cell["execution_count"] = outputs, number
-    NOTEBOOK.write_text(json.dumps(notebook, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    write_notebook(notebook, NOTEBOOK)
     print(f"outputs of {len(cells)} cells written to {NOTEBOOK}", file=sys.stderr)
 
 

@@ -338,7 +338,7 @@ def links_of(page):
     return re.findall(r"\]\(([^()\s]+)\)", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL))
 
 
-@pytest.mark.parametrize("page", [*LINKED, ROOT / "docs" / "exercises.ipynb"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*LINKED, *(ROOT / "docs").glob("*.ipynb")], ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
     for link in links_of(page):
         if "://" in link:

@@ -3,12 +3,11 @@
 import json
 import re
 from dataclasses import replace
-from functools import cache
 
 import pytest
 
-from browser import open_browser, open_page
-from example_records import NASTY, every_kind, make_ablation, make_claims
+from browser import open_page
+from example_records import NASTY, every_kind, make_ablation, make_claims, story
 from first_screen import assert_first_screen_shows_python, assert_terms_are_told
 from sqrtdk.audits.shipped import read_shipped
 from sqrtdk.report import render_report
@@ -24,24 +23,6 @@ MOVE = """([name, place]) => {
 }"""
 READ = """() => [...document.querySelectorAll("#try-it output[data-column]")].map(
   (one) => [one.dataset.column, one.dataset.quantity, Number(one.dataset.value), one.textContent])"""
-
-
-@cache
-def story():
-    return {name: record for name, record in every_kind().items() if name not in ("bench", "explain")}
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with open_browser() as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
-def address(tmp_path_factory):
-    path = tmp_path_factory.mktemp("report") / "report.html"
-    path.write_text(render_report(story()), encoding="utf-8")
-    return path.as_uri()
 
 
 def test_it_opens_from_a_file_without_requests_and_errors(browser, address):

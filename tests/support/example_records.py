@@ -221,3 +221,9 @@ def make_example(kind: str) -> Record:
 def every_kind() -> dict[str, Record]:
     """Return one record of each kind."""
     return {kind: make_example(kind) for kind in MAKERS}
+
+
+@cache
+def story() -> dict[str, Record]:
+    """Return the records that the report's sections and figures tell, without benchmarks and explanations."""
+    return {kind: record for kind, record in every_kind().items() if kind not in ("bench", "explain")}

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,8 +35,8 @@ class Running(NamedTuple):
         return int(re.search(rf"^{name}:\s+(\d+)", text, re.MULTILINE)[1])  # type: ignore[index]
 
 
-def start_serving(*arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "sqrtdk", "serve", "--port", "0", *arguments]
+def start_serving(*arguments: str, program: Sequence[str] = (sys.executable, "-m", "sqrtdk")) -> subprocess.Popen[str]:
+    command = [*program, "serve", "--port", "0", *arguments]
     # Background jobs of a shell ignore Ctrl-C, but the server must receive it.
     return subprocess.Popen(
         command,
@@ -48,9 +48,9 @@ def start_serving(*arguments: str) -> subprocess.Popen[str]:
 
 
 @contextmanager
-def serving(*arguments: Any) -> Iterator[Running]:
-    """Yield a server that answers; Ctrl-C ends the server, which must exit cleanly."""
-    process = start_serving(*map(str, arguments))
+def serving(*arguments: Any, **options: Any) -> Iterator[Running]:
+    """Yield a server that answers; Ctrl-C ends the server, which must exit cleanly. Options are `start_serving`'s."""
+    process = start_serving(*map(str, arguments), **options)
     try:
         line = process.stdout.readline()  # type: ignore[union-attr]
         found = re.search(r"http://\S+", line)

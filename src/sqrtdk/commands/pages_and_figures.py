@@ -92,7 +92,10 @@ def report(
 
 @commands.command(
     epilog=examples(
-        "sqrtdk serve --open", "sqrtdk serve --store runs.sqlite --audit audit.json", "sqrtdk serve --store heads.jsonl"
+        "sqrtdk serve --open",
+        "sqrtdk serve --teach --open",
+        "sqrtdk serve --store runs.sqlite --audit audit.json",
+        "sqrtdk serve --store heads.jsonl",
     )
 )
 def serve(
@@ -116,12 +119,16 @@ def serve(
             help="Model that reads sentences on the page Words, as for `audit`. Default: MiniLM if installed."
         ),
     ] = None,
+    teach: Annotated[
+        bool, typer.Option("--teach", help="Start in teach mode: large type, one figure per screen, arrow keys.")
+    ] = False,
     browse: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in the browser.")] = False,
 ) -> None:
     """Serve pages locally: Explore (sliders), Words (sentences), Audit (heads) and Runs (live). Needs no network."""
     from sqrtdk.web import serve as serve_pages
 
     def announce(address: str) -> None:
+        address += "#teach" if teach else ""
         print(f"sqrtdk serves {address} (Ctrl-C ends it)", flush=True)
         if browse:
             import webbrowser

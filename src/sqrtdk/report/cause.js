@@ -18,10 +18,9 @@ import { bars, chart } from "./svg_chart.js";
     const slider = root.querySelector("input[type=range]"), divide = root.querySelector(".divide");
     const sizes = slider.dataset.values.split(",").map(Number), reach = reachOf(sizes);
     const n = Number(root.dataset.keys);
-    let seed = Number(root.dataset.seed);
 
     function show() {
-      const d_k = sizes[Number(slider.value)], divided = divide.checked;
+      const d_k = sizes[Number(slider.value)], divided = divide.checked, seed = Number(root.dataset.seed);
       slider.setAttribute("aria-valuetext", String(d_k));
       root.querySelector("output").textContent = String(d_k);
       const scale = divided ? 1 / Math.sqrt(d_k) : 1, colour = divided ? root.dataset.sqrt : root.dataset.none;
@@ -52,7 +51,7 @@ import { bars, chart } from "./svg_chart.js";
 
     root.addEventListener("input", show);
     root.querySelector("[data-do=sample]").addEventListener("click", () => {
-      seed += 1;
+      root.dataset.seed = String(Number(root.dataset.seed) + 1);
       show();
     });
     show();

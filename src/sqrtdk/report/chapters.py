@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from sqrtdk.audits import Audit
 from sqrtdk.records.record import Record, Row
+from sqrtdk.report.guess import Question
 from sqrtdk.report.panels import Figure
 
 
@@ -34,7 +35,7 @@ class Exhibit:
 
 @dataclass(frozen=True)
 class Chapter:
-    """Content of a section: a paragraph, notes, HTML, exhibits, paragraphs after them, and folded figures."""
+    """Content of a section: a question, a paragraph, notes, HTML, exhibits, paragraphs after, and folded figures."""
 
     text: str
     exhibits: Sequence[Exhibit] = ()
@@ -42,6 +43,7 @@ class Chapter:
     notes: Sequence[str] = ()
     html: str = ""
     after: Sequence[str] = ()
+    question: Question | None = None
 
 
 class Material(NamedTuple):

@@ -14,6 +14,7 @@ from sqrtdk.errors import InvalidTypeError, InvalidValueError, unknown_name, war
 from sqrtdk.records.record import Record, spec_hash
 from sqrtdk.report.chapters import Chapter, Exhibit, Material, Section
 from sqrtdk.report.files import write_whole
+from sqrtdk.report.guess import render_question
 from sqrtdk.report.kinds import KINDS, figure_for, topic_of
 from sqrtdk.report.plotly_renderer import render_fragment
 from sqrtdk.report.shell import wrap_page
@@ -155,7 +156,7 @@ def _render_chapter(name: str, chapter: Chapter, full: bool) -> str:
     notes = "".join(f'<p class="note">{render_text(note)}</p>' for note in chapter.notes)
     after = "".join(f"<p>{render_text(paragraph)}</p>" for paragraph in chapter.after)
     text = f'<p class="told">{explain_terms(render_text(chapter.text), _TERMS)}</p>' if chapter.text else ""
-    return f"{text}{notes}{chapter.html}{exhibits}{after}{more}"
+    return f"{render_question(name, chapter.question, opened=full)}{text}{notes}{chapter.html}{exhibits}{after}{more}"
 
 
 def _render_exhibit(name: str, exhibit: Exhibit, *, full: bool) -> str:

@@ -19,7 +19,9 @@ _IMPORT = re.compile(r'^import (?:\{.*\} from )?"\./([\w.]+)";$', re.MULTILINE)
 def wrap_page(title: str, body: str, scripts: Sequence[str] = ()) -> str:
     """Put a body into a complete page with the style sheets, Plotly's script (once) and the page's own scripts."""
     style = "".join(read_shared(name) for name in ("page.css", "teaching.css"))
-    embedded = "".join(f"<script>{content}</script>" for content in _flatten(["page.js", *scripts]).values())
+    embedded = "".join(
+        f"<script>{content}</script>" for content in _flatten(["page.js", "guess.js", *scripts, "teach.js"]).values()
+    )
     verdicts = "".join(f"--{name}:{colour};" for name, colour in VERDICT_COLOURS.items())
     return (
         "<!doctype html>\n"

@@ -14,6 +14,7 @@ from sqrtdk.report import (
     inverse_scale,
     learning_figures,
     model_figures,
+    questions,
     reproduction_figures,
     story_figures,
     training_figures,
@@ -23,6 +24,7 @@ from sqrtdk.report.answer import answer
 from sqrtdk.report.cause import render_cause
 from sqrtdk.report.chapters import Chapter, Exhibit, Material, Section
 from sqrtdk.report.claim_cards import render_claims
+from sqrtdk.report.guess import render_question
 from sqrtdk.report.panels import Figure
 from sqrtdk.report.table import render_text
 from sqrtdk.report.try_it import render_try_it
@@ -47,8 +49,10 @@ def _tell_answer(material: Material) -> Chapter:
     sentences = "".join(f"<li>{render_text(sentence)}</li>" for sentence in answer(material.records))
     exhibits = []
     example = ""
+    question = questions.ask_about_cause()
     if (record := material.records.get("concentration")) is not None:
         d_k, n = story_figures.choose_size(record)
+        question = questions.ask_about_keys(record)
         example = f" One example runs through this page: dₖ = {d_k}, and each query sees n = {n} keys."
         exhibits.append(
             Exhibit(
@@ -62,7 +66,8 @@ def _tell_answer(material: Material) -> Chapter:
         )
     goal = f'<p class="goal">{GOAL}{example}</p>'
     told = f'{goal}<ol class="answer">{sentences}</ol>' if sentences else ""
-    return Chapter("", exhibits, html=f"{render_cause()}{told}")
+    asked = render_question("answer", question, opened=material.full)
+    return Chapter("", exhibits, html=f"{render_cause()}{asked}{told}")
 
 
 def _tell_try(material: Material) -> Chapter:
@@ -100,6 +105,7 @@ def _tell_variance(material: Material) -> Chapter:
             )
         ],
         {"Distributions of the scores": exercise_figures.show_variance(record).part("none", "sqrt", columns=2)},
+        question=questions.ask_about_variance(record),
     )
 
 
@@ -139,6 +145,7 @@ def _tell_saturation(material: Material) -> Chapter:
         "dₖ = 8 ln n; with fewer keys that begins at a smaller dₖ. After division by √dₖ the spread is 1 at every dₖ.",
         exhibits,
         more,
+        question=None if rows is None else questions.ask_about_saturation(rows),
     )
 
 
@@ -162,6 +169,7 @@ def _tell_gradients(material: Material) -> Chapter:
             )
         ],
         {"Every size, and the Jacobians of four rows": gradient_figures.show_gradients(record)},
+        question=questions.ask_about_gradients(record),
     )
 
 
@@ -213,6 +221,7 @@ def _tell_training(material: Material) -> Chapter:
         "and keep its start (rescaled init), its step (rescaled step), or both.",
         exhibits,
         more,
+        question=questions.ask_about_training(material),
     )
 
 
@@ -240,6 +249,7 @@ def _tell_inverse(material: Material) -> Chapter:
         f"grows: at dₖ = {_D_K} they spread by {1 / math.sqrt(_D_K):g} instead of 1.",
         exhibits,
         after=[note for note in notes if note],
+        question=None if record is None else questions.ask_about_inverse(record),
     )
 
 
@@ -270,7 +280,8 @@ def _tell_temperature(material: Material) -> Chapter:
                 training_figures.tabulate_stages(record),
             )
         )
-    told = [record.sentences.get("sharpest to softest", "")] if (record := records.get("temperature")) else []
+    record = records.get("temperature")
+    told = [] if record is None else [record.sentences.get("sharpest to softest", "")]
     return Chapter(
         "√dₖ is the temperature τ that makes the variance 1. A smaller τ gives sharper weights, a larger τ softer "
         "ones, and a model can learn its τ."
@@ -278,6 +289,7 @@ def _tell_temperature(material: Material) -> Chapter:
         exhibits,
         more,
         after=[sentence for sentence in told if sentence],
+        question=None if record is None else questions.ask_about_temperature(record),
     )
 
 
@@ -342,6 +354,7 @@ def _tell_models(material: Material) -> Chapter:
         "transformers library apply in their code. Real models have their own dₖ and n, not those of the example.",
         exhibits,
         notes=notes,
+        question=None if record is None else questions.ask_about_models(record),
     )
 
 
@@ -378,7 +391,8 @@ def _tell_literature(material: Material) -> Chapter:
 
 
 def _tell_claims(material: Material) -> Chapter:
-    return Chapter("", html=render_claims(material.records["claims"], opened=material.full))
+    record = material.records["claims"]
+    return Chapter("", html=render_claims(record, opened=material.full), question=questions.ask_about_claims(record))
 
 
 SECTIONS: dict[str, Section] = {

@@ -12,21 +12,26 @@ export function weighRow(nats, factor) {
   return raised.map((value) => value / total);
 }
 
-/** Build the view in an element. `weights(layer, head)` gives the rows of a head, at once or later. */
-export function showWords(root, sentence, weights) {
+/**
+ * Build the view in an element. `weights(layer, head)` gives the rows of a head, at once or later. `wanted` may name layer,
+ * head, row and tau; what the sentence lacks is left out. `told` is called with them after each change.
+ */
+export function showWords(root, sentence, weights, wanted = {}, told = () => {}) {
   const find = (name) => root.querySelector(`.words-${name}`);
   const slider = find("temperature");
   // A head that is neither one-hot nor uniform shows most when the temperature changes.
   const fromHalf = (head) => Math.abs((head.entropy_ratio ?? 1) - 0.5);
   let chosen = sentence.heads.reduce((best, one) => (fromHalf(one) < fromHalf(best) ? one : best));
   let row = Math.max(sentence.tokens.indexOf("it"), Math.min(sentence.tokens.length - 1, 2)), rows = null, asked = 0;
+  chosen = sentence.heads.find((one) => one.layer === Number(wanted.layer) && one.head === Number(wanted.head)) ?? chosen;
+  if (/^\d+$/.test(wanted.row) && Number(wanted.row) < sentence.tokens.length) row = Number(wanted.row);
   const { d_k } = sentence, root_d = Math.sqrt(d_k);
   // From half the temperature of no scaling to twice that of 1/dₖ, in equal steps of its logarithm.
   const low = Math.log(0.5), high = Math.log(2 * d_k);
   const toTau = (place) => Math.exp(low + ((high - low) * place) / 200);
   const toPlace = (tau) => Math.round((200 * (Math.log(tau) - low)) / (high - low));
   const own = 1 / sentence.scale;
-  let tau = own;
+  let tau = Number(wanted.tau) > 0 ? Math.min(Math.max(Number(wanted.tau), 0.5), 2 * d_k) : own;
 
   const marks = [["no scaling", 1], ["1/√dₖ", root_d], ["1/dₖ", d_k]].map(([name, value]) => {
     const button = document.createElement("button");
@@ -151,6 +156,7 @@ export function showWords(root, sentence, weights) {
       `Layer ${chosen.layer}, head ${chosen.head}, τ = ${writeNumber(tau, 3)}${near ? ` (${near.textContent})` : ""}: “${sentence.tokens[row]}” attends most to ` +
       `“${sentence.tokens[top]}” (weight ${writeNumber(given[top], 2)}), as if ${writeNumber(keys, 2)} of ${given.length} tokens shared the weight equally.`;
     Object.assign(find("says").dataset, { max_weight: given[top], effective_keys: keys, tau, row, layer: chosen.layer, head: chosen.head });
+    told({ layer: chosen.layer, head: chosen.head, row, tau });
     find("pattern").textContent =
       `Pattern on a longer text: ${chosen.pattern}${chosen.share === null ? "" : `, followed by ${writePercent(chosen.share)} of its rows`}. Its mean entropy ratio on this sentence is ${writeNumber(chosen.entropy_ratio, 2)}.`;
   }
@@ -161,7 +167,7 @@ export function showWords(root, sentence, weights) {
     for (const value of [1, root_d, d_k]) if (toPlace(value) === Number(slider.value)) tau = value;
     show();
   };
-  slider.value = String(toPlace(own));
+  slider.value = String(toPlace(tau));
   new ResizeObserver(() => rows && drawLines(weighRow(rows[row], own / tau))).observe(find("tokens"));
   return choose(chosen);
 }

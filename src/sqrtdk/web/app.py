@@ -42,7 +42,16 @@ from sqrtdk.wording.quantities import AUDITED, EXPLORED
 __all__ = ["make_app"]
 
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
-_SHARED = ("numbers.js", "sampled_row.js", "svg_chart.js", "cause.js", "words.js", "teaching.css")
+_SHARED = (
+    "numbers.js",
+    "sampled_row.js",
+    "svg_chart.js",
+    "cause.js",
+    "words.js",
+    "guess.js",
+    "teach.js",
+    "teaching.css",
+)
 _WAITING_SECONDS = 15.0
 # Sizes that take some ten milliseconds, the usual setting of the page among them.
 _SMALL_PRODUCTS = QUERIES * 1024 * 64

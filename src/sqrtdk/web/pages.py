@@ -9,6 +9,8 @@ from string import Template
 from typing import NamedTuple
 
 from sqrtdk.report.cause import render_cause
+from sqrtdk.report.guess import render_question
+from sqrtdk.report.questions import ask_about_cause
 from sqrtdk.report.words import render_view
 
 __all__ = ["PAGES", "Page", "read_plotly", "render_page"]
@@ -51,8 +53,14 @@ def render_page(page: Page) -> bytes:
     """
     links = "".join(f'<a href="{other.path}"{_CURRENT if other == page else ""}>{other.link}</a>' for other in PAGES)
     frame = Template(_read("frame.html"))
-    main = _read(f"{page.name}.html").rstrip().replace("$cause", render_cause()).replace("$words", render_view(""))
+    main = (
+        _read(f"{page.name}.html").rstrip().replace("$cause", _render_first_screen()).replace("$words", render_view(""))
+    )
     return frame.substitute(page._asdict(), links=links, main=main, plotly=_stand_in_for_styles()).encode()
+
+
+def _render_first_screen() -> str:
+    return f"{render_cause()}{render_question('cause', ask_about_cause())}"
 
 
 def _read(name: str) -> str:

@@ -59,7 +59,7 @@ function render(id) {
 // A figure that appears or goes changes the width of those beside it.
 const sizes = new ResizeObserver((entries) => {
   for (const { target } of entries) {
-    const { width, height } = target.getBoundingClientRect();
+    const { clientWidth: width, clientHeight: height } = target; // before teach mode scales them
     const own = target._fullLayout;
     if (width && own && (Math.abs(own.width - width) > 1 || Math.abs(own.height - height) > 1)) window.Plotly.Plots.resize(target);
   }

@@ -5,6 +5,7 @@ import { axis, draw, logAxis, plain, whenReady } from "./charts.js";
 import { build, complain, read, usual, write } from "./controls.js";
 import { $, ask, make, tell } from "./dom.js";
 import { writeNumber } from "./numbers.js";
+import { followWalks, readWalks, writeWalks } from "./walks_link.js";
 
 const WAIT = 25;
 const WAIT_FOR_EXPECTATION = 350;
@@ -18,26 +19,35 @@ let timer = null;
 let answer = null;
 let expected = null;
 let moved = -SAME_MOVE;
+let kept = null;
 
 function changed() {
   mark(null);
-  keep(performance.now() - moved < SAME_MOVE);
-  moved = performance.now();
+  keepMove();
   clearTimeout(timer);
   timer = setTimeout(update, WAIT);
 }
 
+function keepMove() {
+  keep(performance.now() - moved < SAME_MOVE);
+  moved = performance.now();
+}
+
 /** The address keeps the state, so that a link restores it and Back goes back; one move of a slider is one step. */
 function keep(same_step) {
-  const address = `?${new URLSearchParams(read())}`;
+  const address = `?${new URLSearchParams({ ...read(), ...readWalks() })}`;
   if (address === location.search) return;
-  if (same_step) history.replaceState(null, "", address);
-  else history.pushState(null, "", address);
+  if (same_step) history.replaceState(null, "", address + location.hash);
+  else history.pushState(null, "", address + location.hash);
+  kept = location.search;
 }
 
 /** Set the controls as the address says. */
 function restore() {
-  write(Object.fromEntries(new URLSearchParams(location.search)));
+  const state = Object.fromEntries(new URLSearchParams(location.search));
+  kept = location.search;
+  write(state);
+  writeWalks(state);
   mark(options.presets.find((preset) => same(read(), preset.query)) ?? null);
   moved = -SAME_MOVE;
   return update();
@@ -333,7 +343,9 @@ async function start() {
     }
     setTimeout(() => ($("copy").textContent = "Copy link"), 2000);
   });
-  addEventListener("popstate", restore);
+  followWalks(keepMove);
+  // Another screen of the teach mode changes the address, too, but no setting.
+  addEventListener("popstate", () => location.search !== kept && restore());
   await restore();
 }
 
