@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from sqrtdk import scales
-from sqrtdk.commands.flags import Json, Memory, NumCpus, NumGpus, On, Plot, Store, Workers, examples
+from sqrtdk.commands.flags import Json, Maps, Memory, NumCpus, NumGpus, On, Plot, Store, Workers, examples
 from sqrtdk.commands.options import read_names, read_numbers
 from sqrtdk.commands.results import present, require_drawable
 from sqrtdk.records.record import Record
@@ -63,6 +63,7 @@ def ablate(
     d_model: Annotated[int, typer.Option(help="Width of the model.", min=1)] = 64,
     batch: Annotated[int, typer.Option(help="Sequences per step.", min=1)] = 16,
     store: Store = None,
+    maps: Maps = True,
     workers: Workers = None,
     to: Annotated[
         Path | None, typer.Option(help="Append the curves of each newly trained run to this file of JSON lines.")
@@ -95,7 +96,7 @@ def ablate(
     )
     require_drawable(plot)
     executor = lab.choose_executor(on, workers, num_cpus=num_cpus, num_gpus=num_gpus, memory=memory)
-    with progress_bar() as bar, lab.Lab(store, executor, follow(bar, "training"), to=to) as place:
+    with progress_bar() as bar, lab.Lab(store, executor, follow(bar, "training"), to=to, maps=maps) as place:
         record = lab.ablate(spec, place)
     present(record, json, plot, curves=curves)
 
@@ -124,6 +125,7 @@ def grid(
         bool, typer.Option("--dry-run", help="Print how many runs there are and how long they take on this machine.")
     ] = False,
     store: Store = None,
+    maps: Maps = True,
     workers: Workers = None,
     on: On = None,
     num_cpus: NumCpus = None,
@@ -147,7 +149,7 @@ def grid(
     spec = lab.GridSpec(**changes) if file is None else lab.read_grid(file, **changes)
     require_drawable(plot)
     executor = lab.choose_executor(on, workers, num_cpus=num_cpus, num_gpus=num_gpus, memory=memory)
-    with progress_bar() as bar, lab.Lab(store, executor, follow(bar, "training")) as laboratory:
+    with progress_bar() as bar, lab.Lab(store, executor, follow(bar, "training"), maps=maps) as laboratory:
         if dry_run:
             bar.show("timing a few steps")
             record = lab.plan_grid(spec, laboratory, lab.Processes(workers).workers)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from importlib import resources
 from string import Template
 from typing import NamedTuple
 
 from sqrtdk.report.cause import render_cause
+from sqrtdk.report.replay import render_replay_view
 from sqrtdk.report.words import render_view
 
 __all__ = ["PAGES", "Page", "read_plotly", "render_page"]
@@ -40,6 +42,12 @@ PAGES = (
     Page("/runs", "runs", "Runs", "Runs", "runs", "the runs"),
 )
 
+# Views that the report has too, by the marks at which they stand in a main part.
+_VIEWS: dict[str, Callable[[], str]] = {
+    "$cause": render_cause,
+    "$words": partial(render_view, ""),
+    "$replay": render_replay_view,
+}
 _CURRENT = ' aria-current="page"'
 
 
@@ -51,7 +59,9 @@ def render_page(page: Page) -> bytes:
     """
     links = "".join(f'<a href="{other.path}"{_CURRENT if other == page else ""}>{other.link}</a>' for other in PAGES)
     frame = Template(_read("frame.html"))
-    main = _read(f"{page.name}.html").rstrip().replace("$cause", render_cause()).replace("$words", render_view(""))
+    main = _read(f"{page.name}.html").rstrip()
+    for mark, render in _VIEWS.items():
+        main = main.replace(mark, render())
     return frame.substitute(page._asdict(), links=links, main=main, plotly=_stand_in_for_styles()).encode()
 
 
