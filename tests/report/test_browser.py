@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from datetime import datetime
 from functools import cache
 
 import pytest
@@ -26,6 +27,9 @@ MOVE = """([name, place]) => {
 }"""
 READ = """() => [...document.querySelectorAll("#try-it output[data-column]")].map(
   (one) => [one.dataset.column, one.dataset.quantity, Number(one.dataset.value), one.textContent])"""
+
+
+BOXES = "figures => figures.map((figure) => figure.getBoundingClientRect().toJSON())"
 
 
 @cache
@@ -124,7 +128,7 @@ def test_the_replay_is_that_of_python_from_end_to_end(browser, address, options)
             slider.press(key)
             assert_replay_is_python(page, runs, step)
             assert slider.get_attribute("aria-valuetext").startswith(f"step {step}. ")
-        boxes = [figure.bounding_box() for figure in page.locator(".replay-runs figure").all()]
+        boxes = page.eval_on_selector_all(".replay-runs figure", BOXES)
         assert len({box["y"] for box in boxes}) == (3 if options else 1), "columns, stacked on a phone"
         assert all(0 <= box["x"] < box["x"] + box["width"] <= page.viewport_size["width"] for box in boxes)
         assert page.evaluate("document.documentElement.scrollWidth") <= page.viewport_size["width"]
@@ -135,8 +139,9 @@ def test_the_replay_is_that_of_python_from_end_to_end(browser, address, options)
 def test_the_replay_plays_pauses_and_ends(browser, address):
     runs = choose_runs(story()["ablation"])
     with open_page(browser) as (page, errors, _):
-        page.clock.install()
+        page.clock.install(time=datetime(2026, 1, 1))
         page.goto(address)
+        page.clock.pause_at(datetime(2026, 1, 2))
         button, slider = page.locator(".replay button"), page.locator(".replay input")
         button.focus()
         page.keyboard.press("Space")
@@ -153,9 +158,10 @@ def test_the_replay_plays_pauses_and_ends(browser, address):
         assert button.text_content() == "Play", "it ends by itself"
         assert_replay_is_python(page, runs, 60)
         button.click()
-        slider.press("Home")
+        slider.press("ArrowRight")
         assert button.text_content() == "Play", "whoever moves the slider stops the replay"
-        assert_replay_is_python(page, runs, 0)
+        page.clock.run_for(1000)
+        assert_replay_is_python(page, runs, 10)
         assert errors == []
 
 
@@ -170,7 +176,7 @@ def test_the_replay_is_its_last_step_on_paper_and_without_a_script(browser, addr
         assert_replay_is_python(page, runs, 0)
         page.emulate_media(media="print")
         assert not page.locator(".replay-controls").is_visible()
-        assert len({figure.bounding_box()["y"] for figure in page.locator(".replay-runs figure").all()}) == 1
+        assert len({box["y"] for box in page.eval_on_selector_all(".replay-runs figure", BOXES)}) == 1
     with open_page(browser, java_script_enabled=False) as (page, _, requests):
         page.goto(address)
         assert not page.locator(".replay-controls").is_visible()

@@ -176,7 +176,7 @@ def _tell_learning(material: Material) -> Chapter:
         "pairs of symbols and then the first symbol of each pair again, and must name the second. Under each loss "
         "curve is the last layer's attention on one held-out example. A row is a query, a column is a key, and a full "
         "colour is a weight of 1. The row A→B asks for the partner of A, and the outlined cell is the right value B. A "
-        "query looks at the key with its largest weight. Press Play or move the slider.",
+        "query looks at the key with its largest weight.",
         html=replay.render_replay(runs),
         after=[f"{replay.read_replay(runs)} All runs have seed {runs[0]['seed']}. The next section counts every seed."],
     )
