@@ -18,13 +18,13 @@ SMALL = {"d_model": 16, "d_k": 8, "steps": 12, "batch": 4, "record_every": 5}
 
 
 def numbers(record):
-    return {name: value for name, value in record.row.items() if name != "seconds"}, record.curves
+    return {name: value for name, value in record.row.items() if name != "seconds"}, record.curves, record.maps
 
 
 def train_with_checkpoints(spec):
     """Return the record of a run, and a checkpoint of each of its steps."""
     made = {}
-    record = train(spec, lambda step, curves, make: made.update({step: make()}))
+    record = train(spec, lambda step, curves, make, maps: made.update({step: make()}))
     return record, made
 
 

@@ -36,7 +36,7 @@ SPECS = [RunSpec(d_model=16, d_k=8, batch=4, steps=400, seed=seed) for seed in r
 
 
 def numbers(records):
-    return [({k: v for k, v in one.row.items() if k != "seconds"}, dict(one.curves)) for one in records]
+    return [({k: v for k, v in one.row.items() if k != "seconds"}, dict(one.curves), one.maps) for one in records]
 
 
 def free_port():

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -37,6 +38,62 @@ def test_a_run_is_there_after_reopening(tmp_path):
         assert store.get(RunSpec()) == DONE
         assert store.get(RunSpec(seed=1)) is None
         assert len(store) == 1
+
+
+MAPS = {"tokens": ["A", "B"], "first": 1, "right": [0], "steps": [0, 10], "weights": ["/wA=", "AP8="]}
+
+
+def test_maps_are_kept_beside_their_run_and_deleted_with_it(tmp_path):
+    path = tmp_path / "runs.sqlite"
+    with Store(path) as store:
+        store.put(RunSpec(), replace(DONE, maps=MAPS))
+        store.put(RunSpec(seed=1), DONE)
+        store.put_running(RunSpec(seed=2), 3, {}, {**MAPS, "steps": [0]})
+        keys = [RunSpec(seed=seed).key for seed in range(3)]
+        assert store.maps(keys) == {keys[0]: MAPS, keys[2]: {**MAPS, "steps": [0]}}
+        assert store.get(RunSpec()) == replace(DONE, maps=MAPS)
+        assert store.get(RunSpec(seed=1)) == DONE
+        assert store.delete([keys[0]]) == 1
+        assert list(store.maps(keys)) == [keys[2]]
+
+
+def test_a_store_without_maps_is_read_and_gets_them(tmp_path):
+    path = tmp_path / "runs.sqlite"
+    with Store(path) as store:
+        store.put(RunSpec(), DONE)
+    with sqlite3.connect(path) as connection:
+        connection.execute("DROP TABLE maps")
+    with Store(path, read_only=True) as store:
+        assert store.get(RunSpec()) == DONE
+    with Store(path) as store:
+        assert store.get(RunSpec()) == DONE
+        store.put(RunSpec(seed=1), replace(DONE, maps=MAPS))
+        assert store.get(RunSpec(seed=1)).maps == MAPS
+
+
+def test_a_kill_between_maps_and_run_leaves_no_run_without_its_maps(tmp_path, monkeypatch):
+    path = tmp_path / "runs.sqlite"
+    with Store(path) as store:
+        insert = store._insert
+
+        def break_off(table, values):
+            insert(table, values)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(store, "_insert", break_off)
+        with pytest.raises(KeyboardInterrupt):
+            store.put(RunSpec(), replace(DONE, maps=MAPS))
+        assert store.get(RunSpec()) is None
+
+
+def test_damaged_maps_leave_their_run(tmp_path):
+    path = tmp_path / "runs.sqlite"
+    with Store(path) as store:
+        store.put(RunSpec(), replace(DONE, maps=MAPS))
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE maps SET content = replace(content, 'A', 'C')")
+    with Store(path) as store, pytest.warns(SqrtdkWarning, match="row 1 of maps is damaged"):
+        assert store.get(RunSpec()) == DONE
 
 
 def test_a_path_may_be_text(tmp_path):

@@ -35,7 +35,7 @@ def eager(monkeypatch):
 
 
 def numbers(records):
-    return [({k: v for k, v in one.row.items() if k != "seconds"}, dict(one.curves)) for one in records]
+    return [({k: v for k, v in one.row.items() if k != "seconds"}, dict(one.curves), one.maps) for one in records]
 
 
 def sweep(path):

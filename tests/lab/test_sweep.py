@@ -287,7 +287,7 @@ def test_steps_of_a_checkpoint_count_as_done_but_not_for_the_pace(tmp_path):
     from sqrtdk.lab.train import train
 
     (spec,), made, told = grid(1), {}, []
-    train(spec, lambda step, curves, make: made.update({step: make()}))
+    train(spec, lambda step, curves, make, maps: made.update({step: make()}))
     with make_lab(tmp_path / "runs.sqlite") as lab:
         lab.store.checkpoints.put(spec.key, made[5])
         sweep = Sweep([spec], lab.store, told.append)
@@ -461,13 +461,14 @@ def test_an_interrupt_that_another_thread_receives_waits_until_a_worker_has_star
 def test_runs_show_their_curves_in_the_store_while_they_train(tmp_path, monkeypatch):
     monkeypatch.setattr("sqrtdk.lab.worker._REPORT_SECONDS", 0.0)
     monkeypatch.setattr("sqrtdk.lab.worker._CURVES_SECONDS", 0.0)
-    shown = []
+    shown, so_far = [], []
     path = tmp_path / "runs.sqlite"
 
     class Watched(Store):
-        def put_running(self, spec, step, curves):
-            super().put_running(spec, step, curves)
+        def put_running(self, spec, step, curves, maps):
+            super().put_running(spec, step, curves, maps)
             shown.append((step, {name: list(values) for name, values in curves.items()}))
+            so_far.append(self.maps([spec.key])[spec.key]["steps"])
 
     monkeypatch.setattr("sqrtdk.lab.laboratory.Store", Watched)
     spec = Spec(steps=12, record_every=5, d_model=16, d_k=8, batch=2)
@@ -475,6 +476,8 @@ def test_runs_show_their_curves_in_the_store_while_they_train(tmp_path, monkeypa
         (record,) = lab.run([spec])
     assert [step for step, _ in shown] == list(range(1, 13))
     assert shown[-1][1] == record.curves
+    assert so_far == [list(range(step)) for step in range(1, 13)]
+    assert record.maps["steps"] == list(range(13))
     with sqlite3.connect(path) as connection:
         assert connection.execute("SELECT COUNT(*) FROM running").fetchone() == (0,)
 

@@ -3,14 +3,17 @@
 import json
 import re
 from dataclasses import replace
+from datetime import datetime
 
 import pytest
 
 from browser import open_page
 from example_records import NASTY, every_kind, make_ablation, make_claims, story
 from first_screen import assert_first_screen_shows_python, assert_terms_are_told
+from replayed import assert_replay_is_python
 from sqrtdk.audits.shipped import read_shipped
 from sqrtdk.report import render_report
+from sqrtdk.report.replay import choose_runs, say_run
 from sqrtdk.report.try_it import RANGES, TryIt, measure_try_it
 from sqrtdk.report.words import find_row, measure_row, read_sentences
 
@@ -23,6 +26,9 @@ MOVE = """([name, place]) => {
 }"""
 READ = """() => [...document.querySelectorAll("#try-it output[data-column]")].map(
   (one) => [one.dataset.column, one.dataset.quantity, Number(one.dataset.value), one.textContent])"""
+
+
+BOXES = "figures => figures.map((figure) => figure.getBoundingClientRect().toJSON())"
 
 
 def test_it_opens_from_a_file_without_requests_and_errors(browser, address):
@@ -87,6 +93,79 @@ def test_words_at_every_temperature_are_those_of_python(browser, address):
         )
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
         assert errors == []
+        assert requests == []
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"viewport": {"width": 390, "height": 844}, "color_scheme": "dark"}], ids=["desktop", "dark phone"]
+)
+def test_the_replay_is_that_of_python_from_end_to_end(browser, address, options):
+    runs = choose_runs(story()["ablation"])
+    with open_page(browser, **options) as (page, errors, requests):
+        page.goto(address)
+        slider = page.get_by_label("training step", exact=True)
+        assert_replay_is_python(page, runs, 60)
+        for key, step in (("Home", 0), ("ArrowRight", 10), ("End", 60), ("ArrowLeft", 50)):
+            slider.press(key)
+            assert_replay_is_python(page, runs, step)
+            assert slider.get_attribute("aria-valuetext").startswith(f"step {step}. ")
+        boxes = page.eval_on_selector_all(".replay-runs figure", BOXES)
+        assert len({box["y"] for box in boxes}) == (3 if options else 1), "columns, stacked on a phone"
+        assert all(0 <= box["x"] < box["x"] + box["width"] <= page.viewport_size["width"] for box in boxes)
+        assert page.evaluate("document.documentElement.scrollWidth") <= page.viewport_size["width"]
+        assert errors == []
+        assert requests == []
+
+
+def test_the_replay_plays_pauses_and_ends(browser, address):
+    runs = choose_runs(story()["ablation"])
+    with open_page(browser) as (page, errors, _):
+        page.clock.install(time=datetime(2026, 1, 1))
+        page.goto(address)
+        page.clock.pause_at(datetime(2026, 1, 2))
+        button, slider = page.locator(".replay button"), page.locator(".replay input")
+        button.focus()
+        page.keyboard.press("Space")
+        assert (button.text_content(), button.get_attribute("aria-pressed")) == ("Pause", "true")
+        assert_replay_is_python(page, runs, 0)
+        page.clock.run_for(350)
+        assert_replay_is_python(page, runs, 20)
+        button.click()
+        page.clock.run_for(1000)
+        assert button.text_content() == "Play"
+        assert_replay_is_python(page, runs, 20)
+        button.click()
+        page.clock.run_for(2000)
+        assert button.text_content() == "Play", "it ends by itself"
+        assert_replay_is_python(page, runs, 60)
+        button.click()
+        slider.press("ArrowRight")
+        assert button.text_content() == "Play", "whoever moves the slider stops the replay"
+        page.clock.run_for(1000)
+        assert_replay_is_python(page, runs, 10)
+        assert errors == []
+
+
+def test_the_replay_is_its_last_step_on_paper_and_without_a_script(browser, address):
+    runs = choose_runs(story()["ablation"])
+    with open_page(browser) as (page, _, _):
+        page.goto(address)
+        page.locator(".replay input").press("Home")
+        page.evaluate("dispatchEvent(new Event('beforeprint'))")
+        assert_replay_is_python(page, runs, 60)
+        page.evaluate("dispatchEvent(new Event('afterprint'))")
+        assert_replay_is_python(page, runs, 0)
+        page.emulate_media(media="print")
+        assert not page.locator(".replay-controls").is_visible()
+        assert len({box["y"] for box in page.eval_on_selector_all(".replay-runs figure", BOXES)}) == 1
+    with open_page(browser, java_script_enabled=False) as (page, _, requests):
+        page.goto(address)
+        assert not page.locator(".replay-controls").is_visible()
+        for run, figure in zip(runs, page.locator(".replay-runs figure").all(), strict=True):
+            assert figure.locator(".replay-says").inner_text() == say_run(run, 60)
+            assert figure.locator(".replay-map .mark").count() == 4
+            assert figure.locator(".replay-map").bounding_box()["height"] > 40
+            assert figure.locator(".replay-loss path").count() == 1
         assert requests == []
 
 

@@ -8,12 +8,28 @@ import numpy as np
 
 from sqrtdk import exercises
 from sqrtdk.records.families import load_zoo
+from sqrtdk.records.maps import pack
 from sqrtdk.records.record import Record
 from sqrtdk.reproductions.shipped import load_reproductions
 
 POLICIES = ("none", "sqrt", "inverse")
 FINAL = {"none": 2.6, "sqrt": 0.006, "inverse": 1.8}
 NASTY = "</script><script>alert(1)</script> & \"quoted\" <b>'x'</b>"
+
+
+def make_maps(scale: str) -> dict:
+    """Maps of a recall of four pairs: 1/√dₖ learns at step 30, no scaling locks onto a key, 1/dₖ stays uniform."""
+    tokens, right = list("AKBLCMDNDBAC"), [7, 3, 1, 5]
+    steps, packed = list(range(0, 61, 10)), []
+    for step in steps:
+        weights = np.tri(4, 12, 8) / np.tri(4, 12, 8).sum(axis=1, keepdims=True)
+        if scale == "sqrt" and step >= 30:
+            weights = 0.4 * weights + 0.6 * np.eye(12)[right]
+        if scale == "none":
+            weights = np.eye(12)[[5, 5, 2, 5]]
+        packed.append(pack(weights))
+    about = {"tokens": tokens, "first": 8, "right": right, "chance_loss": math.log(16)}
+    return {**about, "steps": steps, "weights": packed}
 
 
 def make_ablation(*, lrs=(1e-3,), inits=("unit",), d_ks=(64,), seeds=3, diverged=False) -> Record:
@@ -58,6 +74,11 @@ def make_ablation(*, lrs=(1e-3,), inits=("unit",), d_ks=(64,), seeds=3, diverged
                     "jacobian_trace": [0.5] * len(steps),
                 }
             )
+    maps = [
+        {**setting, "seed": 0, "qk_step": "unit", **make_maps(setting["scale"])}
+        for setting in settings
+        if setting["init"] == "unit"
+    ]
     summary = [
         {
             **setting,
@@ -69,8 +90,8 @@ def make_ablation(*, lrs=(1e-3,), inits=("unit",), d_ks=(64,), seeds=3, diverged
         for setting in settings
     ]
     # The lab tries every rate on other seeds and reports the runs of the best rate, so the same is done here.
-    best, reported, shown = (
-        [row for row in rows if row["lr"] == lrs[len(lrs) // 2]] for rows in (summary, runs, curves)
+    best, reported, shown, seen = (
+        [row for row in rows if row["lr"] == lrs[len(lrs) // 2]] for rows in (summary, runs, curves, maps)
     )
     selection = {"selection": summary, "selection_runs": [{**run, "seed": 1000 + run["seed"]} for run in runs]}
     against = {"basis": "same_lr", "scale": "none", "init": "unit", "against": "sqrt", "difference_iqr": [2.4, 2.6]}
@@ -91,7 +112,7 @@ def make_ablation(*, lrs=(1e-3,), inits=("unit",), d_ks=(64,), seeds=3, diverged
             "comparisons": [{**against, **pairs}],
             **(selection if len(lrs) > 1 else {}),
         },
-        curves={"runs": shown},
+        curves={"runs": shown, "maps": seen},
         reading=["Made by hand."],
         scalars={"chance_loss": math.log(16)},
     )

@@ -7,12 +7,15 @@ import time
 import pytest
 
 from browser import open_browser, open_page
+from example_records import make_ablation
 from first_screen import assert_first_screen_shows_python, assert_terms_are_told
+from replayed import assert_replay_is_python
 from scripts import run_script
 from sqrtdk import theory
 from sqrtdk.audits import read_shipped
 from sqrtdk.lab.spec import RunSpec
-from sqrtdk.lab.store import CURVES, RunRecord, Store
+from sqrtdk.lab.store import CURVES, RunRecord, Store, identify_run
+from sqrtdk.report.replay import choose_runs, say_run
 from sqrtdk.report.words import measure_row, read_sentences
 from sqrtdk.web.explore_query import BOUNDS, POLICIES, Experiment
 from sqrtdk.web.measurement import measure
@@ -468,7 +471,8 @@ def fill_with_hostile_names(path):
                 "message": name,
             }
             curves = {curve: [1.0, 2.0, name] for curve in CURVES}
-            store.put(RunSpec(seed=seed), RunRecord(row, curves))
+            maps = {"tokens": [name, name], "first": 1, "right": [0], "chance_loss": 1.0, "steps": [0]}
+            store.put(RunSpec(seed=seed), RunRecord(row, curves, {**maps, "weights": ["/wA="]}))
 
 
 def test_fifty_hostile_names_do_not_execute(browser, tmp_path):
@@ -564,6 +568,58 @@ def test_runs_appear_while_the_store_is_written(browser, tmp_path):
             assert page.evaluate("document.querySelector('#curves').data[3].y") == [3.0, 2.0]
             assert "seed 9, step 70 of" in page.locator("#state").text_content()
         assert errors == []
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"viewport": {"width": 390, "height": 844}, "color_scheme": "dark"}], ids=["desktop", "dark phone"]
+)
+def test_the_replay_grows_while_a_run_trains(browser, tmp_path, options):
+    path, (none, sqrt) = tmp_path / "runs.sqlite", choose_runs(make_ablation())[:2]
+    finished, training = (RunSpec(scale=scale, steps=60, lr=0.001) for scale in ("none", "sqrt"))
+    none = {**none, "name": f"{none['name']}, seed 0"}
+
+    def cut(run, step):
+        """Return a run as it is after so many updates."""
+        points, maps = sum(at <= step for at in run["step"]), sum(at <= step for at in run["maps"]["steps"])
+        own = {name: run["maps"][name][:maps] for name in ("steps", "weights")}
+        return {
+            **{name: run[name][:points] for name in ("step", "loss")},
+            "name": f"{run['name']}, seed 0, in training",
+            "colour": run["colour"],
+            "maps": {**run["maps"], **own},
+        }
+
+    with serving("--store", path) as running, open_page(browser, **options) as (page, errors, requests):
+        with Store(path) as store:
+            row = {"status": "done", "final_loss": 2.5, **identify_run(finished)}
+            curves = {name: none[name] for name in ("step", "loss")}
+            store.put(finished, RunRecord(row, curves, none["maps"]))
+            page.goto(running.address + "runs")
+            page.wait_for_selector(".replay-runs figure", timeout=30000)
+            assert_replay_is_python(page, [none], 60)
+            page.locator(".replay input").press("Home")
+            page.wait_for_timeout(2500)
+            assert_replay_is_python(page, [none], 0)
+            page.locator(".replay input").press("End")
+            for step in (20, 40):
+                shown = cut(sqrt, step)
+                curves = {name: shown[name] for name in ("step", "loss")}
+                store.put_running(training, step, curves, shown["maps"])
+                said = f"() => document.querySelectorAll('.replay-says')[1]?.textContent === '{say_run(shown, 60)}'"
+                page.wait_for_function(said, timeout=30000)
+                assert_replay_is_python(page, [none, shown], 60)
+            row = {"status": "done", "final_loss": 0.1, **identify_run(training)}
+            store.put(training, RunRecord(row, {name: sqrt[name] for name in ("step", "loss")}, sqrt["maps"]))
+            page.wait_for_function("() => !document.querySelector('.replay-runs').textContent.includes('in training')")
+            assert_replay_is_python(page, [none, {**sqrt, "name": f"{sqrt['name']}, seed 0"}], 60)
+            for key, step in (("Home", 0), ("End", 60)):
+                page.locator(".replay input").press(key)
+                assert_replay_is_python(page, [none, {**sqrt, "name": f"{sqrt['name']}, seed 0"}], step)
+        page.click("#none")
+        page.wait_for_selector("#replay", state="hidden")
+        assert page.evaluate("document.documentElement.scrollWidth") <= page.viewport_size["width"]
+        assert errors == []
+        assert all(one.startswith(running.address) for one in requests)
 
 
 def test_a_monitored_run_is_drawn_while_it_is_written(browser, tmp_path):

@@ -4,6 +4,7 @@ import json
 import sqlite3
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from sqrtdk.lab.spec import RunSpec
 from sqrtdk.lab.store import CURVES, RunRecord, Store
 from sqrtdk.report.palette import NEUTRAL, policy_colour
 from sqrtdk.web import make_app, runs
-from sqrtdk.web.runs import MOST_CURVES, MOST_RUNS, list_runs, read_curves
+from sqrtdk.web.runs import MOST_CURVES, MOST_RUNS, list_runs, read_curves, read_maps
 from web_client import Client
 
 
@@ -172,6 +173,23 @@ def test_a_writer_at_work_disturbs_nobody(path):
     assert list_runs(path)["total"] == 63
 
 
+def test_maps_are_those_of_the_store_also_of_a_run_in_training(path):
+    first, second = ({"tokens": ["A"], "steps": list(range(count))} for count in (2, 1))
+    keys = [RunSpec(seed=seed).key for seed in (7, 8, 0)]
+    with Store(path) as store:
+        store.put(RunSpec(seed=7), replace(record(0.5), maps=first))
+        store.put_running(RunSpec(seed=8), 3, {}, second)
+        client = Client(make_app(store=path))
+        assert client.get("/api/maps", {"keys": ",".join(keys)}).json["maps"] == {keys[0]: first, keys[1]: second}
+        store.put_running(RunSpec(seed=8), 4, {}, first)
+        assert client.get("/api/maps", {"keys": keys[1]}).json["maps"] == {keys[1]: first}
+    assert read_maps(path, keys[2:]) == {}
+    with pytest.raises(InvalidValueError, match="must name 1 to 64 runs, got 0"):
+        read_maps(path, [])
+    with pytest.raises(InvalidValueError, match="must be there to read runs from"):
+        read_maps(None, keys)
+
+
 def test_questions_are_bounded(path):
     assert MOST_RUNS == 1000
     for keys in ([], ["x"] * (MOST_CURVES + 1)):
@@ -185,7 +203,7 @@ def test_questions_are_bounded(path):
 
 def test_only_the_given_file_is_read(path):
     client = Client(make_app(store=path))
-    for target in ("/api/runs", "/api/curves", "/api/audit"):
+    for target in ("/api/runs", "/api/curves", "/api/maps", "/api/audit"):
         for name in ("store", "file", "audit"):
             assert client.get(target, {name: str(Path("/etc/passwd"))}).status == 400
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from sqrtdk import scales
-from sqrtdk.commands.flags import Json, Memory, NumCpus, NumGpus, On, Plot, Store, Workers, examples
+from sqrtdk.commands.flags import Json, Maps, Memory, NumCpus, NumGpus, On, Plot, Store, Workers, examples
 from sqrtdk.commands.interrupts import leaving_at_second_interrupt
 from sqrtdk.commands.options import read_names, read_numbers
 from sqrtdk.commands.results import present, require_drawable
@@ -64,6 +64,7 @@ def ablate(
     d_model: Annotated[int, typer.Option(help="Width of the model.", min=1)] = 64,
     batch: Annotated[int, typer.Option(help="Sequences per step.", min=1)] = 16,
     store: Store = None,
+    maps: Maps = True,
     workers: Workers = None,
     to: Annotated[
         Path | None, typer.Option(help="Append the curves of each newly trained run to this file of JSON lines.")
@@ -99,7 +100,7 @@ def ablate(
     with (
         leaving_at_second_interrupt(),
         progress_bar() as bar,
-        lab.Lab(store, executor, follow(bar, "training"), to=to) as place,
+        lab.Lab(store, executor, follow(bar, "training"), to=to, maps=maps) as place,
     ):
         record = lab.ablate(spec, place)
     present(record, json, plot, curves=curves)
@@ -129,6 +130,7 @@ def grid(
         bool, typer.Option("--dry-run", help="Print how many runs there are and how long they take on this machine.")
     ] = False,
     store: Store = None,
+    maps: Maps = True,
     workers: Workers = None,
     on: On = None,
     num_cpus: NumCpus = None,
@@ -155,7 +157,7 @@ def grid(
     with (
         leaving_at_second_interrupt(),
         progress_bar() as bar,
-        lab.Lab(store, executor, follow(bar, "training")) as laboratory,
+        lab.Lab(store, executor, follow(bar, "training"), maps=maps) as laboratory,
     ):
         if dry_run:
             bar.show("timing a few steps")

@@ -14,6 +14,9 @@ Store = Annotated[
     Path | None,
     typer.Option(help="SQLite file for finished training runs. A command that is started again trains only the rest."),
 ]
+Maps = Annotated[
+    bool, typer.Option("--maps/--no-maps", help="Record attention maps of one example, which the page Runs replays.")
+]
 Workers = Annotated[int | None, typer.Option(help="Training processes. Default: one per core.", min=1)]
 
 On = Annotated[

@@ -38,7 +38,7 @@ def report(
         list[str] | None,
         typer.Option(
             help="Write this section only; repeat the option for several. Sections: answer, variance, saturation, try, "
-            "words, training, gradients, inverse, temperature, models, literature, claims."
+            "words, learning, training, gradients, inverse, temperature, models, literature, claims."
         ),
     ] = None,
     full: Annotated[

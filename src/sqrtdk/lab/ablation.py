@@ -31,7 +31,8 @@ def ablate(spec: AblationSpec, lab: Lab | None = None) -> Record:
 
     Returns:
         A record of kind ``"ablation"`` with the tables `runs`, `summary`, `best` and `comparisons` and the curves
-        `runs`, one set per run. With several learning rates `selection` has every setting at every rate on the
+        `runs`, one set per run; the first seed's attention maps of the settings without a rescaled init or step are
+        under `maps`. With several learning rates `selection` has every setting at every rate on the
         selection seeds, and `selection_runs` the runs behind it. The scalar `chance_loss` is the loss of a guess.
 
     Example:
@@ -57,7 +58,7 @@ def ablate(spec: AblationSpec, lab: Lab | None = None) -> Record:
             kind="ablation",
             spec=spec.as_dict(),
             tables=tables,
-            curves={"runs": curves_of(records)},
+            curves={"runs": curves_of(records), **_maps_of(records)},
             reading=read_ablation(task, best, comparisons, spec),
             headline=_headline(task, best),
             scalars={"chance_loss": task.chance_loss},
@@ -74,6 +75,19 @@ def _describe_choice(chosen: Mapping[str, Any] | None) -> dict[str, Any]:
 def curves_of(records: Sequence[RunRecord]) -> list[dict[str, Any]]:
     """Return the curves of runs, each with the columns that identify the run."""
     return [{**{name: record.row[name] for name in _CURVE_COLUMNS}, **record.curves} for record in records]
+
+
+def _maps_of(records: Sequence[RunRecord]) -> dict[str, list[dict[str, Any]]]:
+    """Return the maps of the first seed; nothing where none was recorded. All settings of all seeds would be many."""
+    plain = [
+        record for record in records if record.maps and (record.row["init"], record.row["qk_step"]) == ("unit", "unit")
+    ]
+    maps = [
+        {**{name: record.row[name] for name in _CURVE_COLUMNS}, **record.maps}
+        for record in plain
+        if record.row["seed"] == plain[0].row["seed"]
+    ]
+    return {"maps": maps} if maps else {}
 
 
 def read_ablation(

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
+from sqrtdk import checks
 from sqrtdk.errors import InvalidValueError, missing_extra, warn
 from sqrtdk.lab.processes import Processes
 from sqrtdk.lab.ray_cluster import Ray
@@ -65,6 +66,7 @@ class Lab:
         to: destination of each newly trained run's curves as the run finishes, with the run's key: a path (JSON Lines),
             a TensorBoard `SummaryWriter`, MLflow, a function of (step, mapping), or a list, as for `Monitor`. (A W&B
             run takes rising steps alone, and so one run of a lab.) An error in it causes a warning.
+        maps: record attention maps of one example in each newly trained run (some 10 to 40 kB), see `MapRecorder`.
         on: where it trains, in place of an executor: ``"ray"``, ``"auto"`` or the address of a Ray cluster, see `Ray`.
 
     Raises:
@@ -84,8 +86,10 @@ class Lab:
         progress: ProgressCallback | None = None,
         *,
         to: Any = None,
+        maps: bool = True,
         on: str | None = None,
     ) -> None:
+        self._maps = checks.flag("maps", maps)
         self._write = None if to is None else open_destination(to)
         if executor is not None and on is not None:
             raise InvalidValueError("on", f"must not be given beside an executor, got {on!r}", "executor")
@@ -102,7 +106,7 @@ class Lab:
         """
         if not specs:
             return []
-        sweep = Sweep(specs, self.store, self.progress, self._write_run)
+        sweep = Sweep(specs, self.store, self.progress, self._write_run, self._maps)
         if sweep.pending and importlib.util.find_spec("torch") is None:
             raise missing_extra("torch", "torch")
         sweep.tell()

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from sqrtdk import checks
@@ -172,7 +173,7 @@ class Ray:
             self._differences.add(words)
             ours = ", ".join(f"{name} {here[name]}" for name in machine if here.get(name) != machine[name])
             warn(f"runs were trained with {words}, where the driver has {ours}: their bits may differ")
-        return RunRecord({**record.row, "trained_with": words}, record.curves)
+        return replace(record, row={**record.row, "trained_with": words})
 
     def _stop(self, sweep: Sweep, running: dict[Any, RunSpec], mailbox: Any) -> None:
         mailbox.stop.remote()
@@ -205,7 +206,8 @@ class _Mailbox:
     def tell(self, key: str, report: Report) -> bool:
         """Note a report; whether the run shall stop is the answer."""
         before = self._reports.get(key, Report(0))
-        self._reports[key] = Report(report.step, report.curves or before.curves, report.checkpoint or before.checkpoint)
+        brought = {name: value for name, value in report._asdict().items() if value}
+        self._reports[key] = before._replace(**brought)
         return self._is_stopped
 
     def collect(self) -> dict[str, Report]:

@@ -48,10 +48,11 @@ _SILENT_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Result of a run: a flat row for tables, and its curves, lists of equal length by the names in `CURVES`."""
+    """Result of a run: a flat row, its curves (lists of equal length by the names in `CURVES`), its attention maps."""
 
     row: Mapping[str, Any]
     curves: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    maps: Mapping[str, Any] = field(default_factory=dict)
 
 
 def identify_run(spec: RunSpec) -> dict[str, Any]:
@@ -144,7 +145,7 @@ class Store:
         stored = self._select("runs", "WHERE key = ?", spec.key)
         for _, row in stored:
             if row["status"] != "failed":
-                return RunRecord(row["row"], row["curves"])
+                return RunRecord(row["row"], row["curves"], self.maps([spec.key]).get(spec.key, {}))
         return None
 
     def put(self, spec: RunSpec, record: RunRecord) -> None:
@@ -159,18 +160,37 @@ class Store:
             time.time(),
         )
         with in_words(self._path):
+            self._put_maps(spec.key, record.maps)  # first: a run that is there has its maps, whenever we are killed
             self._insert("runs", values)
             self._connection.execute("DELETE FROM running WHERE key = ?", (spec.key,))
         if record.row["status"] != "failed":  # a run that failed goes on from there when it is tried again
             self.checkpoints.drop(spec.key)
 
-    def put_running(self, spec: RunSpec, step: int, curves: Mapping[str, Sequence[float]]) -> None:
+    def put_running(
+        self, spec: RunSpec, step: int, curves: Mapping[str, Sequence[float]], maps: Mapping[str, Any] | None = None
+    ) -> None:
         """Publish the progress of an unfinished run for observers; it is never taken for a result."""
         if self._path is None:
             return
         values = (spec.key, json.dumps(spec.as_dict()), step, _write_curves(curves), time.time())
         with in_words(self._path):
+            self._put_maps(spec.key, maps or {})
             self._insert("running", values)
+
+    def maps(self, keys: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Return the attention maps of runs by key, those of unfinished runs so far; runs without maps are left out.
+
+        >>> with Store(None) as store:
+        ...     store.put(RunSpec(), RunRecord({"status": "done"}, maps={"steps": [0]}))
+        ...     store.maps([RunSpec().key]) == {RunSpec().key: {"steps": [0]}}
+        True
+        """
+        rows = self._select("maps", f"WHERE key IN ({', '.join('?' * len(keys))})", *keys)
+        return {row["key"]: row["content"] for _, row in rows}
+
+    def _put_maps(self, key: str, maps: Mapping[str, Any]) -> None:
+        if maps:
+            self._insert("maps", (key, json.dumps(dict(maps))))
 
     def put_record(self, record: Record) -> None:
         """Keep a finished record in place of one of the same kind and spec; committed when this returns."""
@@ -229,6 +249,7 @@ class Store:
         for key in keys:
             with in_words(self._path):
                 rows = self._connection.execute("DELETE FROM runs WHERE key = ?", (key,)).rowcount
+                self._connection.execute("DELETE FROM maps WHERE key = ?", (key,))
             deleted += bool(rows) or key in self.checkpoints.list_keys()
             self.checkpoints.drop(key)
         return deleted

@@ -24,6 +24,7 @@ COLUMNS = {
     "runs": ("key", "status", "spec", "row", "curves", "versions", "finished"),
     "records": ("kind", "spec_hash", "content", "finished"),
     "running": ("key", "spec", "step", "curves", "seen"),
+    "maps": ("key", "content"),
 }
 """The columns of each table, `checksum` not among them: the seal of a row is that of all of these."""
 
@@ -57,6 +58,14 @@ CREATE TABLE IF NOT EXISTS running (
     step INTEGER NOT NULL,
     curves TEXT NOT NULL,
     seen REAL NOT NULL,
+    checksum TEXT
+)
+""",
+    # A table of its own: stores without it are read as before, and read by versions that do not know it.
+    """
+CREATE TABLE IF NOT EXISTS maps (
+    key TEXT PRIMARY KEY,
+    content TEXT NOT NULL,
     checksum TEXT
 )
 """,

@@ -6,7 +6,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sqrtdk.lab.checkpoints import read_state
 from sqrtdk.lab.spec import RunSpec
@@ -38,19 +38,21 @@ Curves = Mapping[str, Sequence[float]]
 
 
 class Job(NamedTuple):
-    """Run to train: its spec, the checkpoint that it goes on from, and whether new ones are kept."""
+    """Run to train: its spec, the checkpoint that it goes on from, whether new ones are kept, and maps recorded."""
 
     spec: RunSpec
     checkpoint: bytes | None = None
     keeps_checkpoints: bool = False
+    maps: bool = True
 
 
 class Report(NamedTuple):
-    """Report of a running run: updates done, and from time to time its curves and a checkpoint."""
+    """Report of a running run: updates done, and from time to time its curves, a checkpoint and its maps."""
 
     step: int
     curves: Curves | None = None
     checkpoint: bytes | None = None
+    maps: Mapping[str, Any] | None = None
 
 
 ProgressCallback = Callable[[Progress], None]
@@ -68,7 +70,9 @@ class Sweep:
         store: Store,
         progress: ProgressCallback | None,
         on_finish: Callable[[RunSpec, RunRecord], object] = lambda spec, record: None,
+        maps: bool = True,
     ) -> None:
+        self.maps = maps
         self.store = store
         self.on_finish = on_finish
         self.progress = progress
@@ -103,7 +107,7 @@ class Sweep:
         checkpoint = checkpoints.get(spec.key)
         if checkpoint is not None:
             self.resumed[spec.key] = self.running[spec.key] = read_state(checkpoint, spec.key)["step"]
-        return Job(spec, checkpoint, checkpoints.folder is not None)
+        return Job(spec, checkpoint, checkpoints.folder is not None, self.maps)
 
     def finish(self, spec: RunSpec, record: RunRecord) -> None:
         """Keep a finished run; where a run was trained twice, the first that finishes."""
@@ -131,7 +135,7 @@ class Sweep:
             return
         self.running[spec.key] = report.step
         if report.curves is not None:
-            self.store.put_running(spec, report.step, report.curves)
+            self.store.put_running(spec, report.step, report.curves, report.maps or {})
         if report.checkpoint is not None:
             self.store.checkpoints.put(spec.key, report.checkpoint)
         self.tell()

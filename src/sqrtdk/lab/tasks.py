@@ -91,6 +91,14 @@ class Task(ABC):
     def held_out(self) -> Batch:
         """Return the data every run is judged on, the same for all of them."""
 
+    def write(self, tokens: Codes) -> list[str]:
+        """Return the symbols of a sequence as they are shown; numbers if the task has no other names for them."""
+        return [str(token) for token in tokens.tolist()]
+
+    def find_answers(self, tokens: Codes) -> list[int]:
+        """Return for each question of a sequence the position that holds the answer; none if no one position does."""
+        return []
+
 
 @dataclass(frozen=True)
 class Recall(Task):
@@ -173,9 +181,27 @@ class Recall(Task):
         """Return 512 sequences from a generator of their own, the same for every run."""
         return self.sample(np.random.default_rng([_HELD_OUT_STREAM]), _HELD_OUT_SEQUENCES)
 
+    def write(self, tokens: Codes) -> list[str]:
+        """Return letters, and numbers beyond Z.
+
+        >>> Recall().write(np.array([0, 25, 26]))
+        ['A', 'Z', '26']
+        """
+        return [chr(ord("A") + token) if token < 26 else str(token) for token in tokens.tolist()]
+
+    def find_answers(self, tokens: Codes) -> list[int]:
+        """Return the position of the value that follows each asked key.
+
+        >>> Recall(pairs=2).find_answers(np.array([3, 5, 1, 5, 1, 3]))
+        [3, 1]
+        """
+        pairs = tokens[: 2 * self.pairs : 2].tolist()
+        return [2 * pairs.index(key) + 1 for key in tokens[2 * self.pairs :].tolist()]
+
 
 @dataclass(frozen=True)
 class _Corpus:
+    characters: str
     training: Codes
     held_out: Codes
     alphabet: int
@@ -198,6 +224,7 @@ def _read_corpus() -> _Corpus:
     np.add.at(counts, (training[:-1], training[1:]), 1.0)
     log_probability = np.log(counts / counts.sum(axis=1, keepdims=True))
     return _Corpus(
+        characters="".join(characters),
         training=training,
         held_out=held_out,
         alphabet=len(characters),
@@ -274,6 +301,10 @@ class Text(Task):
         pages = _read_corpus().held_out
         last = len(pages) - self.context - 1
         return self._windows(pages, np.linspace(0, last, _HELD_OUT_WINDOWS).astype(np.int64))
+
+    def write(self, tokens: Codes) -> list[str]:
+        """Return the characters."""
+        return [_read_corpus().characters[token] for token in tokens]
 
     def _windows(self, codes: Codes, starts: Codes) -> Batch:
         windows = codes[starts[:, None] + np.arange(self.context + 1)]

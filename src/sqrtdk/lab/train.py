@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from sqrtdk.errors import warn
 from sqrtdk.lab.checkpoints import describe_machine, read_state, seal
+from sqrtdk.lab.maps import MapRecorder
 from sqrtdk.lab.spec import RunSpec, query_key_factor
 from sqrtdk.lab.store import CURVES, RunRecord, identify_run
 from sqrtdk.lab.tasks import Batch
@@ -26,10 +27,10 @@ from sqrtdk.scales import LEARNABLE
 _DATA_STREAM = 0
 _EPS = 1e-8  # torch's own default
 
-Report = Callable[[int, Mapping[str, list[float]], Callable[[], bytes]], None]
+Report = Callable[[int, Mapping[str, list[float]], Callable[[], bytes], Callable[[], Mapping[str, Any]]], None]
 
 
-def train(spec: RunSpec, report: Report | None = None, checkpoint: bytes | None = None) -> RunRecord:
+def train(spec: RunSpec, report: Report | None = None, checkpoint: bytes | None = None, maps: bool = True) -> RunRecord:
     """Train one model on one thread and judge it on held-out data.
 
     The curves have a point every `record_every` steps and one at the last step. A step's number is how many updates
@@ -38,10 +39,11 @@ def train(spec: RunSpec, report: Report | None = None, checkpoint: bytes | None 
 
     Args:
         spec: what to train.
-        report: called after each update with the number of updates done, the curves so far, and a function that
-            returns a checkpoint.
+        report: called after each update with the number of updates done, the curves so far, a function that
+            returns a checkpoint, and one that returns the maps so far.
         checkpoint: goes on from here, to the bit as if nothing had been interrupted. A checkpoint of another spec,
             other versions or another CPU level is not used, with a warning.
+        maps: record attention maps of one example, see `MapRecorder`. The other numbers are the same without them.
 
     Returns:
         The record; its status is ``"diverged"`` as soon as a loss is not finite or passes `stop_above`, and
@@ -49,16 +51,16 @@ def train(spec: RunSpec, report: Report | None = None, checkpoint: bytes | None 
     """
     with one_thread(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
-        run = _Run(spec, report)
+        run = _Run(spec, report, maps)
         if checkpoint is not None:
             try:
                 run.restore(checkpoint)
             except (ValueError, KeyError, RuntimeError) as error:
                 warn(f"the checkpoint of run {spec.key} cannot be used ({error}); the run begins again")
-                run = _Run(spec, report)
+                run = _Run(spec, report, maps)
         outcome = run.execute()
     row = {**identify_run(spec), **outcome, "seconds": round(run.elapsed(), 3)}
-    return RunRecord(row=row, curves=run.curves)
+    return RunRecord(row=row, curves=run.curves, maps=run.show_maps())
 
 
 @contextmanager
@@ -73,7 +75,7 @@ def one_thread() -> Iterator[None]:
 
 
 class _Run:
-    def __init__(self, spec: RunSpec, report: Report | None) -> None:
+    def __init__(self, spec: RunSpec, report: Report | None, maps: bool = True) -> None:
         self.spec = spec
         self.task = spec.make_task()
         self.held_out = self.task.held_out()
@@ -82,6 +84,7 @@ class _Run:
         self.optimiser = torch.optim.Adam(groups, fused=True)
         self.rng = np.random.default_rng([_DATA_STREAM, spec.seed])
         self.curves: dict[str, list[float]] = {name: [] for name in CURVES}
+        self.maps = MapRecorder(self.task, self.held_out, spec.total_steps) if maps else None
         self.report = report
         self.step = 0
         # Of the batches since the last point of the curves.
@@ -104,6 +107,7 @@ class _Run:
                 return self.diverged()
         if not self.advance(spec.total_steps):
             return self.diverged()
+        self.record_map()
         loss, accuracy = self.evaluate()
         if loss is None:
             return self.diverged()
@@ -121,6 +125,7 @@ class _Run:
         """Do the updates up to `last`; False when the loss stopped being finite or passed `stop_above`."""
         while self.step < last:
             step = self.step
+            self.record_map()
             is_point = step % self.spec.record_every == 0 or step == last - 1
             scores, seen, targets = self.ask(self.task.sample(self.rng, self.spec.batch), statistics=is_point)
             loss = functional.cross_entropy(scores, targets)
@@ -140,7 +145,7 @@ class _Run:
             self.optimiser.step()
             self.step = step + 1
             if self.report is not None:
-                self.report(self.step, self.curves, self.checkpoint)
+                self.report(self.step, self.curves, self.checkpoint, self.show_maps)
         return True
 
     def checkpoint(self) -> bytes:
@@ -154,6 +159,7 @@ class _Run:
             "machine": describe_machine(),
             "step": self.step,
             "curves": self.curves,
+            "maps": self.show_maps(),
             "losses": self.losses,
             "accuracies": self.accuracies,
             "outcome": self.outcome,
@@ -188,6 +194,17 @@ class _Run:
         self.rng.bit_generator.state = state["generator"]
         for name in ("step", "curves", "losses", "accuracies", "outcome", "seconds"):
             setattr(self, name, state[name])
+        if self.maps is not None:
+            self.maps.restore(state.get("maps", {}))
+
+    def record_map(self) -> None:
+        """Record the map of the present step if one is due."""
+        if self.maps is not None:
+            self.maps.record(self.step, self.model)
+
+    def show_maps(self) -> dict[str, Any]:
+        """Return the maps so far."""
+        return {} if self.maps is None else self.maps.content
 
     def record(self, point: dict[str, float]) -> None:
         for name in CURVES:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from sqrtdk.lab.store import RunRecord, record_failure
 from sqrtdk.lab.sweep import Curves, Job, Report
@@ -32,7 +33,9 @@ def train_guarded(job: Job, report: Callable[[Report], None], is_stopped: Callab
     told = shown = saved = time.monotonic()
     pause = _CHECKPOINT_SECONDS
 
-    def report_sometimes(step: int, curves: Curves, make_checkpoint: Callable[[], bytes]) -> None:
+    def report_sometimes(
+        step: int, curves: Curves, make_checkpoint: Callable[[], bytes], show_maps: Callable[[], Mapping[str, Any]]
+    ) -> None:
         nonlocal told, shown, saved, pause
         now = time.monotonic()
         if now - told < _REPORT_SECONDS:
@@ -45,11 +48,11 @@ def train_guarded(job: Job, report: Callable[[Report], None], is_stopped: Callab
             checkpoint = make_checkpoint()
             saved = time.monotonic()
             pause = max(_CHECKPOINT_SECONDS, _CHECKPOINT_PAUSE * (saved - now))
-        report(Report(step, curves if is_due else None, checkpoint))
+        report(Report(step, curves if is_due else None, checkpoint, show_maps() if is_due else None))
         if stopped:
             raise KeyboardInterrupt
 
     try:
-        return train.train(job.spec, report_sometimes, job.checkpoint)
+        return train.train(job.spec, report_sometimes, job.checkpoint, job.maps)
     except Exception as error:  # one run's failure must not lose the others; the record carries the message
         return record_failure(job.spec, f"{type(error).__name__}: {error}")

@@ -15,6 +15,7 @@ from sqrtdk.report import (
     learning_figures,
     model_figures,
     questions,
+    replay,
     reproduction_figures,
     story_figures,
     training_figures,
@@ -170,6 +171,22 @@ def _tell_gradients(material: Material) -> Chapter:
         ],
         {"Every size, and the Jacobians of four rows": gradient_figures.show_gradients(record)},
         question=questions.ask_about_gradients(record),
+    )
+
+
+def _tell_learning(material: Material) -> Chapter:
+    runs = replay.choose_runs(material.records["ablation"])
+    if not runs:
+        return Chapter("")
+    pairs = len(runs[0]["maps"]["right"])
+    return Chapter(
+        f"One model learns the same task under {len(runs)} scalings, each at its own learning rate. It reads {pairs} "
+        "pairs of symbols and then the first symbol of each pair again, and must name the second. Under each loss "
+        "curve is the last layer's attention on one held-out example. A row is a query, a column is a key, and a full "
+        "colour is a weight of 1. The row A→B asks for the partner of A, and the outlined cell is the right value B. A "
+        "query looks at the key with its largest weight.",
+        html=replay.render_replay(runs),
+        after=[f"{replay.read_replay(runs)} All runs have seed {runs[0]['seed']}. The next section counts every seed."],
     )
 
 
@@ -417,6 +434,15 @@ SECTIONS: dict[str, Section] = {
     "try": Section("Try it", "Try it", (), _tell_try, scripts=("try_it.js",)),
     "words": Section(
         "What does a trained head do with a sentence?", "Words", (), _tell_words, scripts=("recorded_words.js",)
+    ),
+    "learning": Section(
+        "Watch it learn",
+        "Watch it learn",
+        ("ablation",),
+        _tell_learning,
+        "sqrtdk ablate --store runs.sqlite",
+        trains=True,
+        scripts=("recorded_replay.js",),
     ),
     "training": Section(
         "Does training fail without the scale?",

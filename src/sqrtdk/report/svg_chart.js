@@ -45,3 +45,21 @@ export function bars(svg, values, colour) {
   });
   add(svg, "text", { x: (left + width - right) / 2, y: height - 3, "text-anchor": "middle" }, "key");
 }
+
+/** Map of weights in bytes, a row per query and a column per key; cells in a colour, outlined at the keys to `mark`. */
+export function heat(svg, rows, { queries, keys, seen, mark, colour }) {
+  const left = 40, top = 18, width = 300, cell = width / keys.length, tall = 12.5;
+  svg.setAttribute("viewBox", `0 0 340 ${top + rows.length * tall + 4}`);
+  svg.replaceChildren();
+  const at = (key, row, span) => ({ x: (left + key * cell).toFixed(1), y: (top + row * tall).toFixed(1), width: (span * cell).toFixed(1), height: tall });
+  // Names only where they have room.
+  if (cell >= 11) keys.forEach((name, key) => add(svg, "text", { x: (left + (key + 0.5) * cell).toFixed(1), y: 13, "text-anchor": "middle" }, name));
+  rows.forEach((bytes, row) => {
+    add(svg, "text", { x: left - 5, y: (top + row * tall + 10).toFixed(1), "text-anchor": "end" }, queries[row]);
+    add(svg, "rect", { ...at(0, row, seen[row]), class: "seen" });
+    bytes.forEach((byte, key) => {
+      if (byte) add(svg, "rect", { ...at(key, row, 1), fill: colour, "fill-opacity": (byte / 255).toFixed(3) });
+    });
+  });
+  mark.forEach((key, row) => add(svg, "rect", { ...at(key, row, 1), class: "mark" }));
+}

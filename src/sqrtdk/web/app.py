@@ -34,7 +34,7 @@ from sqrtdk.web.gate import Gate
 from sqrtdk.web.measurement import expect, measure
 from sqrtdk.web.pages import PAGES, read_plotly, render_page
 from sqrtdk.web.presets import PRESETS
-from sqrtdk.web.runs import list_runs, read_curves
+from sqrtdk.web.runs import list_runs, read_curves, read_maps
 from sqrtdk.web.vectors import sample
 from sqrtdk.web.words_query import HOW_TO_GET_A_MODEL, Reader, read_place, read_text, require_reader
 from sqrtdk.wording.quantities import AUDITED, EXPLORED
@@ -48,6 +48,7 @@ _SHARED = (
     "svg_chart.js",
     "cause.js",
     "words.js",
+    "replay.js",
     "guess.js",
     "teach.js",
     "teaching.css",
@@ -90,6 +91,7 @@ def make_app(
         Route("/api/head", site.head, methods=["GET"]),
         Route("/api/runs", site.runs, methods=["GET"]),
         Route("/api/curves", site.curves, methods=["GET"]),
+        Route("/api/maps", site.maps, methods=["GET"]),
     ]
     handlers: dict[Any, Any] = {SqrtdkError: _explain, HTTPException: _explain_http, Exception: _apologise}
     app = Starlette(routes=routes, exception_handlers=handlers)
@@ -145,8 +147,12 @@ class _Site:
         return await self._compute(request, self._files, partial(list_runs, self._store, query.get("version")))
 
     async def curves(self, request: Request) -> Response:
-        keys = [key for key in _read_query(request, ("keys",)).get("keys", "").split(",") if key]
+        keys = _read_keys(request)
         return await self._compute(request, self._files, lambda: {"curves": read_curves(self._store, keys)})
+
+    async def maps(self, request: Request) -> Response:
+        keys = _read_keys(request)
+        return await self._compute(request, self._files, lambda: {"maps": read_maps(self._store, keys)})
 
     async def _compute(self, request: Request, worker: _Worker, work: Callable[[], dict[str, Any]]) -> Response:
         try:
@@ -171,6 +177,10 @@ class _Worker:
     def __init__(self, name: str) -> None:
         self.thread = ThreadPoolExecutor(1, f"sqrtdk-{name}")
         self.free = asyncio.Lock()
+
+
+def _read_keys(request: Request) -> list[str]:
+    return [key for key in _read_query(request, ("keys",)).get("keys", "").split(",") if key]
 
 
 def _read_head(reader: Reader | None, text: str, layer: int, head: int) -> dict[str, Any]:

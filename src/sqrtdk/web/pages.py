@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from importlib import resources
 from string import Template
 from typing import NamedTuple
@@ -11,6 +12,7 @@ from typing import NamedTuple
 from sqrtdk.report.cause import render_cause
 from sqrtdk.report.guess import render_question
 from sqrtdk.report.questions import ask_about_cause
+from sqrtdk.report.replay import render_replay_view
 from sqrtdk.report.words import render_view
 
 __all__ = ["PAGES", "Page", "read_plotly", "render_page"]
@@ -42,6 +44,7 @@ PAGES = (
     Page("/runs", "runs", "Runs", "Runs", "runs", "the runs"),
 )
 
+# Views that the report has too, by the marks at which they stand in a main part.
 _CURRENT = ' aria-current="page"'
 
 
@@ -53,14 +56,21 @@ def render_page(page: Page) -> bytes:
     """
     links = "".join(f'<a href="{other.path}"{_CURRENT if other == page else ""}>{other.link}</a>' for other in PAGES)
     frame = Template(_read("frame.html"))
-    main = (
-        _read(f"{page.name}.html").rstrip().replace("$cause", _render_first_screen()).replace("$words", render_view(""))
-    )
+    main = _read(f"{page.name}.html").rstrip()
+    for mark, render in _VIEWS.items():
+        main = main.replace(mark, render())
     return frame.substitute(page._asdict(), links=links, main=main, plotly=_stand_in_for_styles()).encode()
 
 
 def _render_first_screen() -> str:
     return f"{render_cause()}{render_question('cause', ask_about_cause())}"
+
+
+_VIEWS: dict[str, Callable[[], str]] = {
+    "$cause": _render_first_screen,
+    "$words": partial(render_view, ""),
+    "$replay": render_replay_view,
+}
 
 
 def _read(name: str) -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sqrtdk.errors import InvalidValueError, SqrtdkError
 from sqrtdk.lab.store import CURVES, Store
@@ -23,6 +23,7 @@ MOST_CELLS = 1 << 15
 """Cells of a monitored run's charts, so that browsers stay quick; steps with alerts are shown beyond that."""
 MOST_CURVES = 64
 _BUSY_SECONDS = 1.0
+_Content = TypeVar("_Content")
 
 
 def list_runs(path: Path | None, version: str | None = None) -> dict[str, Any]:
@@ -142,16 +143,28 @@ def read_curves(path: Path | None, keys: Sequence[str]) -> dict[str, dict[str, A
     Raises:
         InvalidValueError: there is no readable store, or too many are asked for.
     """
+    return {row["key"]: _pick(row["curves"]) for row in _read(path, keys, lambda store: store.runs(MOST_CURVES, keys))}
+
+
+def read_maps(path: Path | None, keys: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return the attention maps of runs by key, those in training so far; runs without maps are left out.
+
+    Raises:
+        InvalidValueError: as `read_curves`.
+    """
+    return _read(path, keys, lambda store: store.maps(keys))
+
+
+def _read(path: Path | None, keys: Sequence[str], read: Callable[[Store], _Content]) -> _Content:
     if not 1 <= len(keys) <= MOST_CURVES:
         raise InvalidValueError("keys", f"must name 1 to {MOST_CURVES} runs, got {len(keys)}")
     if path is None or not path.exists():
-        raise InvalidValueError("store", "must be there to read curves from, got none")
+        raise InvalidValueError("store", "must be there to read runs from, got none")
     try:
         with _open(path) as store:
-            rows = store.runs(MOST_CURVES, keys)
+            return read(store)
     except (SqrtdkError, OSError) as error:
         raise InvalidValueError("store", f"must be readable, got {path.name}: {error}") from None
-    return {row["key"]: _pick(row["curves"]) for row in rows}
 
 
 def _pick(curves: dict[str, Any]) -> dict[str, list[Any]]:

@@ -3,10 +3,13 @@
 import { axis, draw, plain, whenReady } from "./charts.js";
 import { $, ask, make, tell } from "./dom.js";
 import { writeNumber } from "./numbers.js";
+import { showReplay } from "./replay.js";
 
 const EVERY = 2000;
 const FIRST_PLOTTED = 24;
 const MOST_AT_ONCE = 64;
+const MOST_REPLAYED = 6;
+const FIRST_REPLAYED = ["none", "sqrt", "inverse"];
 const CURVES = {
   loss: "training loss", accuracy: "training accuracy", entropy_ratio: "entropy ratio H/ln n", saturation_index: "saturation index ρ",
   jacobian_trace: "1 − Σp²", grad_q: "gradient of W_q", grad_k: "gradient of W_k",
@@ -17,6 +20,8 @@ let version = null;
 let runs = [];
 let running = [];
 const curves = new Map();
+const maps = new Map();
+let replay = null;
 const plotted = new Set();
 const known = new Set();
 
@@ -77,12 +82,39 @@ async function refresh() {
     for (const [key, own] of Object.entries(reply.curves)) curves.set(key, own);
   }
   renderCurves();
+  await refreshReplay();
+}
+
+const listPlotted = () => listed().filter((run) => plotted.has(run.key) && curves.has(run.key));
+const listTraining = () => running.filter((run) => runs.every((one) => one.key !== run.key));
+
+/** Replay the run in training of each policy and start, or its latest plotted run. */
+async function refreshReplay() {
+  const chosen = new Map();
+  const training = listTraining(), finished = listPlotted().filter((run) => !maps.has(run.key) || maps.get(run.key));
+  const first = finished.filter((run, at) => finished.findIndex((one) => groupOf(one) === groupOf(run)) === at);
+  const wanted = [...training, ...first.filter((run) => !maps.has(run.key))].map((run) => run.key).slice(0, MOST_AT_ONCE);
+  const found = wanted.length ? (await ask("/api/maps", { keys: wanted.join(",") })).maps : {};
+  for (const key of wanted) maps.set(key, found[key] ?? null);
+  for (const run of [...training, ...first]) {
+    if (maps.get(run.key) && !chosen.has(groupOf(run))) chosen.set(groupOf(run), run);
+  }
+  for (const run of training) maps.delete(run.key); // there is more to come
+  const rank = (run) => [...FIRST_REPLAYED, scaleOf(run)].indexOf(scaleOf(run));
+  const ranked = [...chosen.values()].sort((a, b) => rank(a) - rank(b)).slice(0, MOST_REPLAYED);
+  const given = ranked.map((run) => {
+    const own = run.curves ?? curves.get(run.key), { lr, seed, steps, start_steps } = run.row;
+    const name = `${groupOf(run)}, learning rate ${lr}, seed ${seed}${run.curves ? ", in training" : ""}`;
+    return { name, colour: run.colour, total: steps + (start_steps ?? 0), step: own.step ?? [], loss: own.loss ?? [], maps: found[run.key] ?? maps.get(run.key) };
+  });
+  $("replay").hidden = !given.length;
+  replay = replay ? (replay(given), replay) : showReplay(document.querySelector(".replay"), given);
 }
 
 function renderCurves() {
   const curve = $("curve").value;
-  const shown = listed().filter((run) => plotted.has(run.key) && curves.has(run.key));
-  const every = [...shown, ...running.filter((run) => runs.every((one) => one.key !== run.key))];
+  const shown = listPlotted();
+  const every = [...shown, ...listTraining()];
   const groups = [...new Set(shown.map(groupOf))];
   const final = groups.map((group) => {
     const losses = shown.filter((run) => groupOf(run) === group).map((run) => run.row.final_loss ?? Infinity).sort((a, b) => a - b);
@@ -160,6 +192,7 @@ function renderTable() {
 
 async function start() {
   await whenReady();
+  $("replay-caption").textContent = "Attention of the last layer on one held-out example, the mean of its heads: a row is a query, a column is a key, a full colour is a weight of 1. In recall the outlined cell is the right value. Each policy and start has its run in training, or its latest plotted run.";
   $("curve").append(...Object.entries(CURVES).map(([name, title]) => make("option", { value: name }, title)));
   $("curve").addEventListener("change", renderCurves);
   $("logarithmic").addEventListener("change", renderCurves);
