@@ -149,3 +149,25 @@ def test_focus_stays_on_a_box_while_the_list_changes(page, path):
         store.put(RunSpec(seed=9), RunRecord({"status": "done", "seed": 9}, {}))
     wait_for_rows(page, len(SPECS) + 2)
     assert page.evaluate("document.activeElement.dataset.box") == f"plot {SPECS[0].key}"
+
+
+def test_a_curve_that_runs_lack_is_missing_and_not_zero(browser, tmp_path):
+    path = tmp_path / "runs.sqlite"
+    with Store(path) as store:
+        for seed in range(3):
+            curves = {"step": [0, 10, 20], "loss": [3.0, 2.0, 1.0]}
+            curves |= {"pressure": [0.5, None, -0.25]} if seed else {}  # an earlier version stored the first
+            row = {"status": "done", "seed": seed, "scale": "sqrt", "d_k": 64, "final_loss": 1.0}
+            store.put(RunSpec(seed=seed), RunRecord(row, curves))
+    with serving("--store", path) as running, open_page(browser, **DESK) as (page, errors, _):
+        page.goto(running.address + "runs")
+        page.wait_for_function("() => document.querySelector('#curves').data?.length === 3", timeout=30000)
+        page.select_option("#curve", "pressure")
+        assert page.evaluate("document.querySelector('#curves').data.map(one => one.y)") == [[0.5, None, -0.25]] * 2
+        caption = page.locator("#curves-caption").text_content()
+        assert caption.endswith("Runs that have not recorded this curve, and are left out: 1.")
+        assert "Below 0 the loss would fall with sharper attention" in caption
+        page.select_option("#curve", "temperature")
+        assert page.evaluate("document.querySelector('#curves').data") == []
+        assert page.locator("#curves-title").text_content() == "None of the chosen runs has recorded this curve"
+        assert errors == []

@@ -40,7 +40,10 @@ CURVES = (
     "entropy_ratio",
     "saturation_index",
     "jacobian_trace",
+    "pressure",
 )
+LEARNED_CURVES = ("temperature", "temperature_least", "temperature_largest")
+"""Further curves of runs whose scale learns: τ/√dₖ, the mean of the heads, the least and the largest."""
 _JSON = ("spec", "row", "curves", "versions", "content")
 _SILENT_SECONDS = 30.0
 """A run that has not been heard of for so long was killed."""
@@ -48,10 +51,13 @@ _SILENT_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Result of a run: a flat row for tables, and its curves, lists of equal length by the names in `CURVES`."""
+    """Result of a run: a flat row for tables, and its curves, lists of equal length by name.
+
+    The names are those of `CURVES`, and of `LEARNED_CURVES` if the scale learns. Runs of earlier versions lack some.
+    """
 
     row: Mapping[str, Any]
-    curves: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    curves: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
 
 def identify_run(spec: RunSpec) -> dict[str, Any]:
@@ -164,7 +170,7 @@ class Store:
         if record.row["status"] != "failed":  # a run that failed goes on from there when it is tried again
             self.checkpoints.drop(spec.key)
 
-    def put_running(self, spec: RunSpec, step: int, curves: Mapping[str, Sequence[float]]) -> None:
+    def put_running(self, spec: RunSpec, step: int, curves: Mapping[str, Sequence[Any]]) -> None:
         """Publish the progress of an unfinished run for observers; it is never taken for a result."""
         if self._path is None:
             return
@@ -292,5 +298,5 @@ class Store:
         self.close()
 
 
-def _write_curves(curves: Mapping[str, Sequence[float]]) -> str:
+def _write_curves(curves: Mapping[str, Sequence[Any]]) -> str:
     return json.dumps({name: list(values) for name, values in curves.items()})

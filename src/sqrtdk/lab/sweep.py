@@ -6,7 +6,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sqrtdk.lab.checkpoints import read_state
 from sqrtdk.lab.spec import RunSpec
@@ -34,7 +34,7 @@ class Progress:
     remaining: float | None
 
 
-Curves = Mapping[str, Sequence[float]]
+Curves = Mapping[str, Sequence[Any]]
 
 
 class Job(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any
 
 from sqrtdk.errors import InvalidValueError, SqrtdkError
 from sqrtdk.lab.run_tables import compare_runs, export_runs
-from sqrtdk.lab.store import CURVES, Store
+from sqrtdk.lab.store import CURVES, LEARNED_CURVES, Store
 from sqrtdk.records.observations import read_observations
 from sqrtdk.records.record import Record, tabulate
 from sqrtdk.report.monitor_figures import show_monitor
@@ -238,4 +238,4 @@ def _reading(path: Path | None) -> Iterator[Store]:
 
 
 def _pick(curves: dict[str, Any]) -> dict[str, list[Any]]:
-    return {name: curves[name] for name in CURVES if isinstance(curves.get(name), list)}
+    return {name: curves[name] for name in (*CURVES, *LEARNED_CURVES) if isinstance(curves.get(name), list)}

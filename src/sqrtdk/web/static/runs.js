@@ -11,7 +11,12 @@ const MOST_AT_ONCE = 64;
 const CURVES = {
   loss: "training loss", accuracy: "training accuracy", entropy_ratio: "entropy ratio H/ln n", saturation_index: "saturation index ρ",
   jacobian_trace: "1 − Σp²", grad_q: "gradient of W_q", grad_k: "gradient of W_k",
+  pressure: "temperature pressure",
+  temperature: "learned temperature τ/√dₖ, mean of the heads", temperature_least: "learned temperature τ/√dₖ, least head", temperature_largest: "learned temperature τ/√dₖ, largest head",
 };
+const MEANINGS = { pressure: " Below 0 the loss would fall with sharper attention, above 0 with softer attention." };
+/** Whether a run has recorded a curve: those of earlier versions lack some, and only scales that learn have temperatures. */
+const has = (run, curve) => ((run.curves ?? curves.get(run.key))[curve] ?? []).some((value) => value !== null);
 const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
 
 let version = null;
@@ -92,16 +97,18 @@ async function refresh() {
 
 function renderCurves() {
   const curve = $("curve").value;
-  const shown = listed().filter((run) => plotted.has(run.key) && curves.has(run.key));
-  const every = [...shown, ...running.filter((run) => runs.every((one) => one.key !== run.key))];
+  const chosen = listed().filter((run) => plotted.has(run.key) && curves.has(run.key));
+  const shown = chosen.filter((run) => has(run, curve));
+  const lacking = chosen.length - shown.length;
+  const every = [...shown, ...running.filter((run) => has(run, curve) && runs.every((one) => one.key !== run.key))];
   const groups = [...new Set(shown.map(groupOf))];
   const final = groups.map((group) => {
     const losses = shown.filter((run) => groupOf(run) === group).map((run) => run.row.final_loss ?? Infinity).sort((a, b) => a - b);
     const median = (losses[Math.floor((losses.length - 1) / 2)] + losses[Math.floor(losses.length / 2)]) / 2;
     return `${group} ${Number.isFinite(median) ? writeNumber(median, 3) : "diverged"}`;
   });
-  $("curves-title").textContent = !shown.length && running.length ? "Training" : shown.length ? `Median held-out loss of the plotted runs: ${final.join(", ")}` : "No run is plotted: tick a run below";
-  $("curves-caption").textContent = `${CURVES[curve]} over training steps, ${shown.length} finished runs${running.length ? ` and ${running.length} in training (thick)` : ""}; colour: scaling policy, dash: start of the weights and learning rate.`;
+  $("curves-title").textContent = !shown.length && running.length ? "Training" : shown.length ? `Median held-out loss of the plotted runs: ${final.join(", ")}` : lacking ? "None of the chosen runs has recorded this curve" : "No run is plotted: tick a run below";
+  $("curves-caption").textContent = `${CURVES[curve]} over training steps, ${shown.length} finished runs${running.length ? ` and ${running.length} in training (thick)` : ""}; colour: scaling policy, dash: start of the weights and learning rate.${MEANINGS[curve] ?? ""}${lacking ? ` Runs that have not recorded this curve, and are left out: ${lacking}.` : ""}`;
   const styles = [...new Set(every.map(styleOf))].sort().reverse();
   const legend = new Set();
   draw(
@@ -111,7 +118,7 @@ function renderCurves() {
       const first = !legend.has(groupOf(run));
       legend.add(groupOf(run));
       return {
-        type: "scatter", mode: "lines", x: (run.curves ?? curves.get(run.key)).step ?? [], y: (run.curves ?? curves.get(run.key))[curve] ?? [], name: plain(groupOf(run)), legendgroup: plain(groupOf(run)), showlegend: first,
+        type: "scatter", mode: "lines", connectgaps: true, x: (run.curves ?? curves.get(run.key)).step ?? [], y: (run.curves ?? curves.get(run.key))[curve] ?? [], name: plain(groupOf(run)), legendgroup: plain(groupOf(run)), showlegend: first,
         line: { color: run.colour, width: run.curves ? 3.5 : 1.8, dash: DASHES[styles.indexOf(styleOf(run)) % DASHES.length] }, opacity: 0.8,
         hovertemplate: `${plain(nameOf(run))}<br>step %{x}: %{y:.4g}<extra></extra>`,
       };
