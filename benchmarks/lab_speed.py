@@ -1,11 +1,15 @@
-"""Speed of the lab itself: processes against a bare torch loop, the harness in a step, Ray against processes."""
+"""Speed of the lab itself: processes against a bare torch loop, Ray against processes, two nodes against one."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import random
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
@@ -53,8 +57,76 @@ def compare(
     clock: Callable[[], float] = time.perf_counter,
 ) -> str:
     """Return the median and the range of the ratio of two times, each pair measured one right after the other."""
-    ratios = sorted(seconds_of(first, clock) / seconds_of(second, clock) for _ in range(pairs))
-    return f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f}, {pairs} pairs)"
+    return describe([seconds_of(first, clock) / seconds_of(second, clock) for _ in range(pairs)])
+
+
+class NodeTimes(NamedTuple):
+    """Wall time of a sweep on a cluster, and CPU time of its driver, in seconds."""
+
+    wall: float
+    driver: float
+
+
+def time_on_nodes(specs: list[RunSpec], nodes: int) -> NodeTimes:
+    """Train specs on a new cluster of some nodes with one CPU each, beside a head without; the start does not count."""
+    from ray.cluster_utils import Cluster
+
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    try:
+        for _ in range(nodes):
+            cluster.add_node(num_cpus=1)
+        cluster.wait_for_nodes()
+        with tempfile.TemporaryDirectory() as folder, Lab(f"{folder}/runs.sqlite", Ray(cluster.address)) as lab:
+            load_on_each_node(lab.executor)
+            lab.run([RunSpec(steps=5, seed=1000 + number) for number in range(nodes)])
+            driver = time.process_time()
+            wall = seconds_of(lambda: lab.run(specs), time.perf_counter)
+            return NodeTimes(wall, time.process_time() - driver)
+    finally:
+        cluster.shutdown()
+
+
+def load_on_each_node(executor: Executor) -> None:
+    """Let the worker of each node load what training needs: without this one node might do all short runs alone."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    executor.prepare()
+    load = ray.remote(load_training)
+    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
+    pinned = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
+    ray.get([load.options(num_cpus=1, scheduling_strategy=strategy).remote() for strategy in pinned])
+
+
+def load_training() -> None:
+    """Train a step."""
+    from sqrtdk.lab.train import train
+
+    train(RunSpec(steps=1))
+
+
+def compare_nodes(steps: int, pairs: int, runs: int = 8) -> list[str]:
+    """Measure the same sweep on one node and on two, in random order, and return the lines to print."""
+    specs = [RunSpec(steps=steps, seed=seed) for seed in range(runs)]
+    order = random.Random(0)
+    ratios, drivers = [], []
+    for _ in range(pairs):
+        times = {nodes: time_on_nodes(specs, nodes) for nodes in order.sample((1, 2), 2)}
+        ratios.append(times[1].wall / times[2].wall)
+        drivers += [one.driver / runs for one in times.values()]
+    made: list[bytes] = []
+    train(RunSpec(steps=1), lambda step, curves, make, show: made.append(make()))
+    return [
+        f"{runs} runs of {steps} steps on one node / on two nodes: {describe(ratios)}",
+        f"driver's CPU seconds per run: {describe(drivers, 'sweeps')}",
+        f"bytes of a checkpoint: {len(made[0])}",
+    ]
+
+
+def describe(values: list[float], noun: str = "pairs") -> str:
+    """Return the median and the range of some values."""
+    return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f}, {len(values)} {noun})"
 
 
 def main() -> None:
@@ -63,8 +135,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--ray", action="store_true", help="also measure Ray, with runs of four times the steps")
+    parser.add_argument("--nodes", action="store_true", help="only measure a cluster of two nodes against one node")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.nodes:
+        print("\n".join(compare_nodes(options.steps, options.pairs)))
+        return
     specs = [RunSpec(steps=options.steps, seed=seed) for seed in range(12)]
     train_bare(specs[0])  # warm
     # CPU time of this process: other load on the machine counts little.

@@ -12,6 +12,7 @@ from safetensors.torch import load
 from sqrtdk.errors import SqrtdkWarning
 from sqrtdk.lab import RunSpec
 from sqrtdk.lab.checkpoints import Checkpoints, read_state, seal
+from sqrtdk.lab.store import LEARNED_CURVES
 from sqrtdk.lab.train import train
 
 SMALL = {"d_model": 16, "d_k": 8, "steps": 12, "batch": 4, "record_every": 5}
@@ -47,6 +48,18 @@ def test_a_run_goes_on_from_every_step_with_the_same_bits(changes):
         rest = train(spec, lambda done, *_, steps=steps: steps.append(done), checkpoint)
         assert steps == list(range(step + 1, spec.total_steps + 1))
         assert numbers(rest) == numbers(record)
+
+
+def test_a_checkpoint_from_before_a_curve_was_recorded_goes_on_without_its_first_points():
+    spec = RunSpec(**SMALL, scale="learned")
+    record, made = train_with_checkpoints(spec)
+    added = ("pressure", *LEARNED_CURVES)
+    old = rewrite(made[7], lambda state: [state["curves"].pop(name) for name in added])
+    rest = train(spec, None, old)
+    assert rest.row["final_loss"] == record.row["final_loss"]
+    assert rest.curves["loss"] == record.curves["loss"]
+    for name in added:
+        assert rest.curves[name] == [None, None, *record.curves[name][2:]]
 
 
 def test_the_seconds_before_the_checkpoint_count():

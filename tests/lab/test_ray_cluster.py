@@ -2,12 +2,14 @@
 
 import importlib.util
 import os
+import re
 import signal
 import socket
 import sqlite3
 import subprocess
 import sys
 import time
+import warnings
 
 import pytest
 
@@ -98,9 +100,9 @@ def test_other_versions_of_a_node_are_said_once_and_recorded():
     executor, record = Ray(), RunRecord({"status": "done"}, {})
     here = describe_machine()
     assert executor._compare(record, here, "near") == record
-    with pytest.warns(SqrtdkWarning, match=r"trained with torch 1\.0, level abacus on far, where the driver has torch"):
+    with pytest.warns(SqrtdkWarning, match=r"trained on far with level abacus, torch 1\.0, where the driver has level"):
         changed = executor._compare(record, {**here, "torch": "1.0", "level": "abacus"}, "far")
-    assert changed.row["trained_with"] == "torch 1.0, level abacus on far"
+    assert changed.row["trained_with"] == "level abacus, torch 1.0 on far"
     assert executor._compare(record, {**here, "torch": "1.0", "level": "abacus"}, "far") == changed
 
 
@@ -169,6 +171,46 @@ def test_a_node_that_is_killed_and_one_that_comes_late_do_not_change_the_table(c
         assert numbers(lab.run(SPECS)) == truth
         assert len(lab.store) == len(SPECS)
     assert disturbed == ["killed", "added"]
+
+
+@with_cluster
+def test_a_node_that_differs_is_said_before_runs_go_there_and_recorded(home, tmp_path):
+    from ray.cluster_utils import Cluster
+
+    package = tmp_path / "packages" / "numpy-0.1.dist-info"  # the first that the node's Python finds
+    package.mkdir(parents=True)
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: numpy\nVersion: 0.1\n")
+    other = {"PYTHONPATH": f"{package.parent}:{os.environ.get('PYTHONPATH', '')}", "SQRTDK_BACKEND": "reference"}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    cluster.add_node(num_cpus=1)
+    odd = cluster.add_node(num_cpus=1, env_vars=other)
+    cluster.wait_for_nodes()
+    seen, joined = [], []
+
+    def follow(state):
+        seen.append((state.done, [str(one.message) for one in caught]))
+        if state.done == 1 and not joined:
+            joined.append(cluster.add_node(num_cpus=1, env_vars={"SQRTDK_BACKEND": "reference"}))
+
+    try:
+        with (
+            warnings.catch_warnings(record=True) as caught,
+            Lab(tmp_path / "runs.sqlite", Ray(cluster.address), follow) as lab,
+        ):
+            warnings.simplefilter("always", SqrtdkWarning)
+            records = lab.run([RunSpec(d_model=16, d_k=8, batch=4, steps=1500, seed=seed) for seed in range(8)])
+            (kept,) = lab.store.records("nodes")
+    finally:
+        cluster.shutdown()
+    told = [str(one.message) for one in caught if issubclass(one.category, SqrtdkWarning)]
+    assert told[0].startswith(f"node {odd.node_id[:8]} ({socket.gethostname()}) has level reference, numpy 0.1, where ")
+    assert told[0] in seen[1][1]  # the first report of a run; the one before it is that of the start
+    assert [re.sub(" .*", "", message) for message in told] == ["node", "node"]  # and no second time when runs end
+    assert [row["node"] for row in kept.tables["nodes"]] == [odd.node_id, joined[0].node_id]
+    assert [row["differs"] for row in kept.tables["nodes"]] == ["level reference, numpy 0.1", "level reference"]
+    trained = {record.row.get("trained_with") for record in records}
+    assert f"level reference, numpy 0.1 on {socket.gethostname()}" in trained
+    assert None in trained
 
 
 DRIVER = """

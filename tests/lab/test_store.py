@@ -19,6 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from rights import as_nobody
 from sqrtdk.errors import InvalidValueError, SqrtdkError, SqrtdkWarning
 from sqrtdk.lab import RunRecord, RunSpec, Store
 from sqrtdk.lab.store import identify_run, record_failure
@@ -219,19 +220,6 @@ def test_a_full_disk_is_one_error_and_keeps_what_was_there(tmp_path):
         ):
             store.put(RunSpec(seed=9), RunRecord(DONE.row, {"loss": [0.5] * 100_000}))
         assert len(store) == 3
-
-
-@contextlib.contextmanager
-def as_nobody():
-    """Root may write everything; nobody may not."""
-    root = os.geteuid() == 0
-    if root:
-        os.seteuid(65534)
-    try:
-        yield
-    finally:
-        if root:
-            os.seteuid(0)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="other rights")

@@ -1,5 +1,6 @@
 """Training: repeatable, paired across policies, honest about divergence, and it learns."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -8,8 +9,9 @@ import torch
 
 import sqrtdk.lab.train as train_module
 from sqrtdk.lab import RunSpec
-from sqrtdk.lab.store import CURVES
+from sqrtdk.lab.store import CURVES, LEARNED_CURVES
 from sqrtdk.lab.train import _Run, train
+from sqrtdk.lab.transformer import Transformer
 from sqrtdk.scales import LEARNABLE
 
 SMALL = {"d_model": 16, "d_k": 16, "steps": 12, "batch": 4, "record_every": 5}
@@ -88,7 +90,8 @@ def test_curves_have_a_point_every_few_steps_and_the_last():
     assert set(record.curves) == set(CURVES)
     for name in CURVES:
         assert len(record.curves[name]) == 4
-        assert np.isfinite(record.curves[name]).all()
+        assert np.isfinite([value for value in record.curves[name] if value is not None]).all()
+    assert [name for name in CURVES if None in record.curves[name]] == ["pressure"]
     assert min(record.curves["grad_q"]) > 0.0
     assert 0.0 < min(record.curves["entropy_ratio"]) < max(record.curves["entropy_ratio"]) <= 1.0
 
@@ -202,3 +205,46 @@ def test_recall_is_learned_with_sqrt_and_not_without_scale():
         assert not plain["solved"]
         assert plain["final_loss"] > 2.0
         assert plain["steps_to_threshold"] is None
+
+
+@pytest.mark.parametrize(("policy", "sign"), [("fixed", -1), ("qk_norm", 1)], ids=["a divisor", "a gain"])
+def test_pressure_is_the_derivative_of_the_loss_by_the_logarithm_of_the_scale(policy, sign):
+    def first(parameter):
+        return train(RunSpec(**{**SMALL, "steps": 1}, scale=f"{policy}:{parameter}", heads=2)).curves
+
+    (pressure,) = first(1.3)["pressure"]
+    (low,), (high,) = (first(1.3 * math.exp(step))["loss"] for step in (-0.02, 0.02))
+    assert pressure == pytest.approx(sign * (high - low) / 0.04, rel=0.02)
+    assert abs(pressure) > 1e-3
+
+
+@pytest.mark.parametrize("scale", ["sqrt", "learned"])
+def test_pressure_and_temperature_are_sparse_and_training_does_not_feel_them(scale, monkeypatch):
+    spec = RunSpec(**{**SMALL, "record_every": 1}, scale=scale, heads=2)
+    followed = train(spec)
+    taken = [at for at, value in enumerate(followed.curves["pressure"]) if value is not None]
+    assert taken == [0, 4, 8, 11]
+    assert set(followed.curves) - set(CURVES) == (set(LEARNED_CURVES) if scale == "learned" else set())
+    for name in set(followed.curves) - set(CURVES):
+        assert [at for at, value in enumerate(followed.curves[name]) if value is not None] == taken
+    real = Transformer.forward
+    monkeypatch.setattr(
+        Transformer, "forward", lambda self, tokens, statistics, pressure: real(self, tokens, statistics, False)
+    )
+    plain = train(spec)
+    assert plain.curves["pressure"] == [None] * 12
+    for name in set(CURVES) - {"pressure"}:
+        assert plain.curves[name] == followed.curves[name]
+    assert plain.row["final_loss"] == followed.row["final_loss"]
+
+
+def test_the_learned_temperature_ends_where_the_row_says():
+    record = train(RunSpec(**SMALL, scale="learned", heads=2, lr=0.03))
+    assert record.curves["temperature"][0] == pytest.approx(1.0, abs=1e-6)
+    # The last point is taken before the last update.
+    assert record.curves["temperature"][-1] == pytest.approx(record.row["temperature"], rel=0.05)
+    assert abs(record.curves["temperature"][-1] - 1.0) > 0.05
+    for low, middle, high in zip(
+        *(record.curves[name] for name in ("temperature_least", "temperature", "temperature_largest")), strict=True
+    ):
+        assert low is None or low <= middle <= high

@@ -361,6 +361,49 @@ def test_a_grid_shows_bands_and_the_solved_share():
     assert drawn.z == tuple(tuple(solved[d_k, lr] for lr in (1e-3, 3e-3)) for d_k in (64, 16))
 
 
+def with_scale_curves(record, lacking=0):
+    """Return a record whose runs, but for the first `lacking`, have pressures, and those with sqrt temperatures."""
+    runs = [
+        {**run, "pressure": [run["seed"] - 1.0 if at % 2 == 0 else None for at, _ in enumerate(run["step"])]}
+        | ({"temperature": [1.0 + 0.1 * run["seed"]] * len(run["step"])} if run["scale"] == "sqrt" else {})
+        for run in record.curves["runs"][lacking:]
+    ]
+    return replace(record, curves={"runs": [*record.curves["runs"][:lacking], *runs]})
+
+
+@pytest.mark.parametrize("kind", ["ablation", "grid"])
+def test_pressure_and_learned_temperature_are_drawn_over_time_with_bands(kind):
+    plain = every_kind()[kind]
+    figure = figure_for(with_scale_curves(plain))
+    added = [panel for panel in figure.panels if panel.title not in {p.title for p in figure_for(plain).panels}]
+    assert [panel.title.partition(" over")[0].partition(":")[0] for panel in added] == [
+        "Temperature pressure",
+        "Learned temperature τ/√dₖ",
+    ]
+    pressure, temperature = added
+    assert {len(panel.series) for panel in added} == {2, 2 * len({run["scale"] for run in plain.curves["runs"]})}
+    seeds = sorted({run["seed"] for run in plain.curves["runs"]})
+    band, line = pressure.series[:2]
+    assert set(line.y) == {float(np.median(seeds)) - 1.0}
+    assert (set(band.low), set(band.high)) == ({seeds[0] - 1.0}, {seeds[-1] - 1.0}) or len(seeds) > 4
+    assert line.x == tuple(float(step) for step in plain.curves["runs"][-1]["step"][::2])
+    assert [one.value for one in (*pressure.lines, *temperature.lines)] == [0.0, 1.0]
+    assert "the loss would fall with sharper attention" in figure.caption
+    assert "did not record" not in figure.caption
+
+
+def test_runs_without_pressure_are_counted_and_never_drawn_as_zero():
+    plain = every_kind()["ablation"]
+    total = len(plain.curves["runs"])
+    figure = figure_for(with_scale_curves(plain, lacking=3))
+    assert f"3 runs of {total} did not record the temperature pressure." in figure.caption
+    assert "pressure" not in figure_for(plain).caption
+    everything = with_scale_curves(plain)
+    nulls = [{**run, "pressure": [None] * len(run["step"])} for run in everything.curves["runs"]]
+    titles = [panel.title for panel in figure_for(replace(everything, curves={"runs": nulls})).panels]
+    assert not any("pressure" in title for title in titles)
+
+
 def test_a_figure_of_one_result_says_whether_it_was_reproduced():
     record = every_kind()["reproductions"]
     one = figure_for(reproduction_figures.select_result(record, "ssmax"))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import csv
-import time
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -47,6 +46,8 @@ def list_runs(
     json: Json = False,
 ) -> None:
     """List the latest runs, newest first."""
+    from sqrtdk.lab.run_tables import flatten
+
     with _open(store) as opened:
         rows, total = opened.runs(most), len(opened)
         unfinished = opened.checkpoints.list_keys()
@@ -57,7 +58,7 @@ def list_runs(
         reading.append(f"{count(len(unfinished), 'run')} can go on from a checkpoint: {', '.join(unfinished)}.")
     if not total:
         reading.append(f"{store.name} has no finished run.")
-    listed = [{name: row.get(name) for name in _LISTED} for row in map(_flatten, rows)]
+    listed = [{name: row.get(name) for name in _LISTED} for row in map(flatten, rows)]
     present(Record("runs", {"store": str(store)}, {"runs": listed}, reading=reading), json, None)
 
 
@@ -68,9 +69,11 @@ def show(
     json: Json = False,
 ) -> None:
     """Show everything about one run. With --json also its curves."""
+    from sqrtdk.lab.run_tables import find_runs, flatten
+
     with _open(store) as opened:
-        (row,) = _find(opened, [key])
-    rows = [{"name": name, "value": value} for name, value in _flatten(row).items() if value is not None]
+        (row,) = find_runs(opened, [key])
+    rows = [{"name": name, "value": value} for name, value in flatten(row).items() if value is not None]
     record = Record("run", {"store": str(store), "key": row["key"]}, {"run": rows}, curves={"runs": [row["curves"]]})
     present(record, json, None, curves=True)
 
@@ -78,19 +81,11 @@ def show(
 @commands.command(epilog=examples("sqrtdk runs compare runs.sqlite 3f2a 9c01"))
 def compare(store: Source, keys: Keys, json: Json = False) -> None:
     """Show in which settings and results runs differ."""
-    if len(keys) < 2:
-        raise InvalidValueError("KEY", f"must name at least two runs, got {len(keys)}")
+    from sqrtdk.lab.run_tables import compare_runs
+
     with _open(store) as opened:
-        found = [_flatten(row) for row in _find(opened, keys)]
-    names = dict.fromkeys(name for row in found for name in row if name not in ("key", "spec_hash"))
-    rows = [
-        {"name": name, **{row["key"]: row.get(name) for row in found}}
-        for name in names
-        if any(row.get(name) != found[0].get(name) for row in found)
-    ]
-    reading = [] if rows else ["The runs are equal."]
-    spec = {"store": str(store), "keys": [row["key"] for row in found]}
-    present(Record("run differences", spec, {"differences": rows}, reading=reading), json, None)
+        record = compare_runs(opened, keys)
+    present(replace(record, spec={"store": str(store), **record.spec}), json, None)
 
 
 @commands.command(
@@ -102,22 +97,12 @@ def export(
     curves: Annotated[bool, typer.Option("--curves", help="Write one line per point of the curves.")] = False,
 ) -> None:
     """Write all runs to a CSV file, one line per run."""
+    from sqrtdk.lab.run_tables import export_runs
+
     with _open(store) as opened:
-        stored = opened.runs(len(opened))
-    rows = [_flatten(row) for row in stored]
-    if curves:
-        points = [
-            {"key": row["key"], **dict(zip(row["curves"], values, strict=True))}
-            for row in stored
-            for values in zip(*row["curves"].values(), strict=True)
-        ]
-        rows = points
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    with output.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, names)
-        writer.writeheader()
-        writer.writerows(rows)
-    print(f"{count(len(rows), 'line')} written to {output}")
+        content, lines = export_runs(opened, curves=curves)
+    output.write_bytes(content)
+    print(f"{count(lines, 'line')} written to {output}")
 
 
 @commands.command(epilog=examples("sqrtdk runs delete runs.sqlite 3f2a", "sqrtdk runs delete runs.sqlite --failed"))
@@ -149,19 +134,3 @@ def _open(path: Path, *, read_only: bool = True) -> Store:
         raise InvalidValueError("STORE", f"must be a file that exists, got {path}")
     with naming("STORE", "store"):
         return Store(path, read_only=read_only)
-
-
-def _find(store: Store, keys: list[str]) -> list[dict[str, Any]]:
-    """Return the rows of runs in the order of their keys."""
-    complete = [store.complete(key) for key in keys]
-    rows = {row["key"]: row for row in store.runs(len(complete), complete)}
-    missing = [key for key in complete if key not in rows]
-    if missing:
-        raise InvalidValueError("KEY", f"must name finished runs, got {missing[0]}, which is unfinished or damaged")
-    return [rows[key] for key in complete]
-
-
-def _flatten(row: dict[str, Any]) -> dict[str, Any]:
-    """Return key, status and time of a run beside the columns of its row."""
-    finished = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["finished"]))
-    return {"key": row["key"], **row["row"], "finished": finished}

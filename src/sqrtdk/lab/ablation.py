@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sqrtdk.lab.intervals import FEWEST_PAIRS
 from sqrtdk.lab.laboratory import Lab
-from sqrtdk.lab.outcomes import MARGIN, choose_best, compare, setting_of, summarise
+from sqrtdk.lab.outcomes import MARGIN, choose_best, compare, quartiles, setting_of, summarise
 from sqrtdk.lab.spec import AblationSpec
 from sqrtdk.lab.store import RunRecord
 from sqrtdk.lab.tasks import Task, get
@@ -48,6 +49,7 @@ def ablate(spec: AblationSpec, lab: Lab | None = None) -> Record:
     runs = [dict(record.row) for record in records]
     summary = summarise(runs)
     best = [{**row, **_describe_choice(chosen.get(setting_of(row).choice))} for row in summary]
+    curves = curves_of(records)
     task = get(spec.task, spec.task_parameters)
     comparisons = compare(runs, MARGIN * task.chance_loss, "best_lr" if chosen or spec.rates else "same_lr")
     tables = {"runs": runs, "summary": summary, "best": best, "comparisons": comparisons}
@@ -58,8 +60,8 @@ def ablate(spec: AblationSpec, lab: Lab | None = None) -> Record:
             kind="ablation",
             spec=spec.as_dict(),
             tables=tables,
-            curves={"runs": curves_of(records), **_maps_of(records)},
-            reading=read_ablation(task, best, comparisons, spec),
+            curves={"runs": curves, **_maps_of(records)},
+            reading=[*read_ablation(task, best, comparisons, spec), *read_scale(curves)],
             headline=_headline(task, best),
             scalars={"chance_loss": task.chance_loss},
             sentences={"solved": _define_solved(task)},
@@ -88,6 +90,57 @@ def _maps_of(records: Sequence[RunRecord]) -> dict[str, list[dict[str, Any]]]:
         if record.row["seed"] == plain[0].row["seed"]
     ]
     return {"maps": maps} if maps else {}
+
+
+def read_scale(curves: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the sentences about temperature pressure and learned temperatures over time; none for what no run has.
+
+    Args:
+        curves: those of `curves_of`. Runs that lack a curve are left out of its sentence, which says how many had it.
+
+    >>> run = {"scale": "sqrt", "init": "unit", "qk_step": "unit", "step": [0, 10], "pressure": [0.5, -0.25]}
+    >>> print(*read_scale([run, {**run, "pressure": []}]))
+    The loss would fall with sharper attention (temperature pressure below 0, of one training batch) at the first and at
+    the last step recorded: 1/√dₖ in 0 and 1 of 1 run.
+    """
+    pressures, temperatures = [], []
+    settings: dict[str, list[Mapping[str, Any]]] = {}
+    for run in curves:
+        settings.setdefault(name_setting(run["scale"], run["init"], qk_step=run["qk_step"]), []).append(run)
+    for name, runs in settings.items():
+        known = [values for run in runs if (values := _list_known(run, "pressure"))]
+        if known:
+            first, last = (sum(values[end][1] < 0.0 for values in known) for end in (0, -1))
+            pressures.append(f"{name} in {first} and {last} of {count(len(known), 'run')}")
+        by_step: dict[float, list[float]] = {}
+        for run in runs:
+            for step, value in _list_known(run, "temperature"):
+                by_step.setdefault(step, []).append(value)
+        if by_step:
+            medians = {step: quartiles(values).median for step, values in sorted(by_step.items())}
+            furthest = max(medians, key=lambda step: abs(math.log(medians[step])))
+            start, end = (medians[edge(medians)] for edge in (min, max))
+            temperatures.append(
+                f"{name} {start:.3f} at the start, {end:.3f} at the end, furthest from 1 at step {furthest:.0f} "
+                f"({medians[furthest]:.3f})"
+            )
+    sentences = []
+    if pressures:
+        sentences.append(
+            "The loss would fall with sharper attention (temperature pressure below 0, of one training batch) at the "
+            f"first and at the last step recorded: {'; '.join(pressures)}."
+        )
+    if temperatures:
+        sentences.append(
+            f"Learned τ/√dₖ over time, mean of the heads and median of the runs: {'; '.join(temperatures)}."
+        )
+    return sentences
+
+
+def _list_known(run: Mapping[str, Any], name: str) -> list[tuple[float, float]]:
+    """Return the steps at which a run has recorded a curve, with the values."""
+    points = zip(run["step"], run.get(name, ()), strict=False)
+    return [(step, value) for step, value in points if value is not None]
 
 
 def read_ablation(

@@ -131,8 +131,8 @@ class Checkpoints:
         return None
 
     def drop(self, key: str) -> None:
-        """Remove the checkpoints of a run."""
-        if self.folder is not None and self.folder.exists():
+        """Remove the checkpoints of a run; a key that is a path names none."""
+        if self.folder is not None and self.folder.exists() and Path(key).name == key:
             for path in self._files(key):
                 path.unlink(missing_ok=True)
 
@@ -141,6 +141,15 @@ class Checkpoints:
         if self.folder is None or not self.folder.exists():
             return []
         return sorted({path.name.partition(".")[0] for path in self.folder.glob("*.safetensors")})
+
+    def measure(self) -> dict[str, int]:
+        """Return the runs that have a checkpoint, with the bytes of their files."""
+        sizes: dict[str, int] = {}
+        for key in self.list_keys():
+            for path in self._files(key):
+                with suppress(OSError):  # it has just been replaced or dropped
+                    sizes[key] = sizes.get(key, 0) + path.stat().st_size
+        return sizes
 
     def close(self) -> None:
         """Remove the folder if nothing is in it."""

@@ -12,7 +12,7 @@ from typing import Any
 from sqrtdk import checks
 from sqrtdk.errors import InvalidValueError, unknown_name
 from sqrtdk.lab import tasks
-from sqrtdk.lab.ablation import curves_of
+from sqrtdk.lab.ablation import curves_of, read_scale
 from sqrtdk.lab.laboratory import Lab
 from sqrtdk.lab.outcomes import summarise
 from sqrtdk.lab.spec import AblationSpec, RunSpec, list_seeds
@@ -139,7 +139,7 @@ def train_grid(spec: GridSpec, lab: Lab | None = None) -> Record:
             spec=spec.as_dict(),
             tables={"summary": summary, "runs": table},
             curves={"runs": curves},
-            reading=_read(table, summary),
+            reading=[*_read(table, summary), *read_scale(curves)],
             headline=_headline(table),
         )
     )

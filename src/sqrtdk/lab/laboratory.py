@@ -121,7 +121,8 @@ class Lab:
         curves = {name: values for name, values in record.curves.items() if name != "step"}
         try:
             for at, step in enumerate(record.curves.get("step", ())):
-                scalars = {name: values[at] for name, values in curves.items() if at < len(values)}
+                known = {name: values[at] for name, values in curves.items() if at < len(values)}
+                scalars = {name: value for name, value in known.items() if value is not None}
                 self._write(int(step), plain({"run": spec.key, "spec": about, "scalars": scalars}))
         except Exception as error:
             warn(f"the run {spec.key} is stored, but could not be written to `to`: {type(error).__name__}: {error}")

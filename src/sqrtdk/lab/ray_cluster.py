@@ -13,8 +13,9 @@ from typing import Any
 
 from sqrtdk import checks
 from sqrtdk.children import interrupts_asked
-from sqrtdk.errors import InvalidValueError, SqrtdkError, missing_extra, warn
+from sqrtdk.errors import InvalidValueError, SqrtdkError, missing_extra
 from sqrtdk.lab.checkpoints import describe_machine
+from sqrtdk.lab.cluster_nodes import NodeVersions, compare_machine
 from sqrtdk.lab.spec import RunSpec
 from sqrtdk.lab.store import RunRecord
 from sqrtdk.lab.sweep import Job, Report, Sweep
@@ -24,14 +25,17 @@ from sqrtdk.operation.cpus import count_cpus
 _LOOK_SECONDS = 0.5
 _STOP_SECONDS = 3.0
 _ANSWER_SECONDS = 5.0
+# For the versions of all nodes, before the first run is sent: a worker starts there and loads sqrtdk without torch.
+_VERSIONS_SECONDS = 10.0
 
 
 class Ray:
     """Trains on a Ray cluster. The numbers are those of `Processes`, to the bit, on nodes of the same CPU level.
 
     A run whose worker or node dies goes on elsewhere from its last checkpoint. Nodes may come and go. Each node needs
-    sqrtdk with the extra `torch`, installed there or brought by `runtime_env`; versions and CPU level of each run are
-    compared with those of the driver, and a difference is warned of and kept in the run's row as `trained_with`.
+    sqrtdk with the extra `torch`, installed there or brought by `runtime_env`. Versions and CPU level of a node are
+    compared with those of the driver at the start, or as the node joins. A difference is warned of once and kept: in
+    the store as a record of kind ``"nodes"``, and in the rows of runs that were trained there as `trained_with`.
 
     Args:
         on: ``"ray"`` for a cluster of this machine's own, started and ended with the executor; ``"auto"`` for the one
@@ -73,7 +77,7 @@ class Ray:
             self._options["memory"] = checks.integer("memory", memory, 1)
         self._runtime_env = dict(runtime_env or {})
         self._is_connected = False
-        self._differences: set[str] = set()
+        self._nodes = NodeVersions(num_cpus)
 
     def prepare(self) -> None:
         """Connect to the cluster, or start it.
@@ -119,6 +123,7 @@ class Ray:
         running: dict[Any, RunSpec] = {}
         try:
             with interrupts_asked() as is_stopped:
+                self._compare_nodes(sweep, _VERSIONS_SECONDS)
                 while (sweep.pending or running) and not is_stopped():
                     while (job := sweep.take()) is not None:
                         running[train.remote(job, mailbox)] = job.spec
@@ -143,6 +148,7 @@ class Ray:
         """Keep what has finished or was reported; runs whose worker or node died are pending again."""
         import ray
 
+        self._compare_nodes(sweep)
         _hear(sweep, running.values(), mailbox)
         finished, _ = ray.wait(list(running), num_returns=len(running), timeout=_LOOK_SECONDS)
         for task in finished:
@@ -164,16 +170,17 @@ class Ray:
 
     def _compare(self, record: RunRecord, machine: Mapping[str, str], host: str) -> RunRecord:
         """Return a record that says where it was not trained as it would have been here."""
-        here = describe_machine()
-        others = [f"{name} {value}" for name, value in machine.items() if here.get(name) != value]
-        if not others:
+        difference = compare_machine(machine)
+        if difference is None:
             return record
-        words = f"{', '.join(others)} on {host}"
-        if words not in self._differences:
-            self._differences.add(words)
-            ours = ", ".join(f"{name} {here[name]}" for name in machine if here.get(name) != machine[name])
-            warn(f"runs were trained with {words}, where the driver has {ours}: their bits may differ")
-        return replace(record, row={**record.row, "trained_with": words})
+        self._nodes.say(difference, host, f"runs were trained on {host} with")
+        return replace(record, row={**record.row, "trained_with": f"{difference.theirs} on {host}"})
+
+    def _compare_nodes(self, sweep: Sweep, seconds: float = 0.0) -> None:
+        """Ask new nodes for their versions, and keep a record of the differences heard within some seconds."""
+        self._nodes.ask()
+        if self._nodes.hear(seconds):
+            sweep.store.put_record(self._nodes.as_record(self.on))
 
     def _stop(self, sweep: Sweep, running: dict[Any, RunSpec], mailbox: Any) -> None:
         mailbox.stop.remote()

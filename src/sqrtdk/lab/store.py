@@ -40,7 +40,10 @@ CURVES = (
     "entropy_ratio",
     "saturation_index",
     "jacobian_trace",
+    "pressure",
 )
+LEARNED_CURVES = ("temperature", "temperature_least", "temperature_largest")
+"""Further curves of runs whose scale learns: τ/√dₖ, the mean of the heads, the least and the largest."""
 _JSON = ("spec", "row", "curves", "versions", "content")
 _SILENT_SECONDS = 30.0
 """A run that has not been heard of for so long was killed."""
@@ -48,10 +51,13 @@ _SILENT_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Result of a run: a flat row, its curves (lists of equal length by the names in `CURVES`), its attention maps."""
+    """Result of a run: a flat row for tables, its curves, lists of equal length by name, and its attention maps.
+
+    The names are those of `CURVES`, and of `LEARNED_CURVES` if the scale learns. Runs of earlier versions lack some.
+    """
 
     row: Mapping[str, Any]
-    curves: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    curves: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     maps: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -167,7 +173,7 @@ class Store:
             self.checkpoints.drop(spec.key)
 
     def put_running(
-        self, spec: RunSpec, step: int, curves: Mapping[str, Sequence[float]], maps: Mapping[str, Any] | None = None
+        self, spec: RunSpec, step: int, curves: Mapping[str, Sequence[Any]], maps: Mapping[str, Any] | None = None
     ) -> None:
         """Publish the progress of an unfinished run for observers; it is never taken for a result."""
         if self._path is None:
@@ -313,5 +319,5 @@ class Store:
         self.close()
 
 
-def _write_curves(curves: Mapping[str, Sequence[float]]) -> str:
+def _write_curves(curves: Mapping[str, Sequence[Any]]) -> str:
     return json.dumps({name: list(values) for name, values in curves.items()})

@@ -34,7 +34,7 @@ class Progress:
     remaining: float | None
 
 
-Curves = Mapping[str, Sequence[float]]
+Curves = Mapping[str, Sequence[Any]]
 
 
 class Job(NamedTuple):

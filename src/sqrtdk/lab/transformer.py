@@ -21,6 +21,7 @@ from sqrtdk.scales import LEARNABLE, Policy, resolve
 from sqrtdk.statistics import AttentionStatistics
 from sqrtdk.torch import attention
 from sqrtdk.torch.nn import make_learnable
+from sqrtdk.torch.pressure import TemperaturePressure
 from sqrtdk.torch.scales import LearnableScale, apply_scale
 
 _WEIGHT_STREAM = 1
@@ -31,12 +32,13 @@ _OF_HEADS = ("entropy_ratio", "saturation_index", "jacobian_trace")
 
 
 class SeenAttention(NamedTuple):
-    """Attention of one layer in one pass: its row statistics `[B, H, L]`, and its q, k and scale."""
+    """Attention of one layer in one pass: its row statistics `[B, H, L]`, its q, k and scale, and their pressure."""
 
     statistics: AttentionStatistics
     query: Tensor
     key: Tensor
     scale: Policy | LearnableScale
+    pressure: TemperaturePressure | None = None
 
     @property
     def factor(self) -> Tensor:
@@ -76,16 +78,18 @@ class _Block(nn.Module):
         self.w_in = _draw(rng, spec.feedforward, d_model) if spec.feedforward else None
         self.w_out = _draw(rng, d_model, spec.feedforward) if spec.feedforward else None
 
-    def forward(self, x: Tensor, scale: str | Policy, statistics: bool) -> tuple[Tensor, SeenAttention | None]:
+    def forward(
+        self, x: Tensor, scale: str | Policy, statistics: bool, pressure: TemperaturePressure | None
+    ) -> tuple[Tensor, SeenAttention | None]:
         normed = _normalise(x)
         q, k, v = (self._split(normed @ weight.T) for weight in (self.w_q, self.w_k, self.w_v))
         used = scale if isinstance(scale, Policy) else cast(LearnableScale, self.learnable[scale])
-        output, rows, _ = attention(q, k, v, scale=used, causal=True, statistics=statistics)
+        output, rows, _ = attention(q, k, v, scale=used, causal=True, statistics=statistics, pressure=pressure)
         mixed = cast(Tensor, output)
         x = x + mixed.transpose(1, 2).reshape(x.shape) @ self.w_o.T
         if self.w_in is not None and self.w_out is not None:
             x = x + functional.gelu(_normalise(x) @ self.w_in.T) @ self.w_out.T
-        return x, None if rows is None else SeenAttention(rows, q.detach(), k.detach(), used)
+        return x, None if rows is None else SeenAttention(rows, q.detach(), k.detach(), used, pressure)
 
     def _split(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:-1], self.heads, -1).transpose(1, 2)
@@ -125,15 +129,18 @@ class Transformer(nn.Module):
                     block.learnable[scale] = make_learnable(scale, self._d_k, self._heads)
         self._scale: str | Policy = scale if scale in LEARNABLE else resolve(scale)
 
-    def forward(self, tokens: Tensor, statistics: bool = False) -> tuple[Tensor, list[SeenAttention]]:
+    def forward(
+        self, tokens: Tensor, statistics: bool = False, pressure: bool = False
+    ) -> tuple[Tensor, list[SeenAttention]]:
         """Tokens `[B, L]` to the answers' scores `[B, T, alphabet]`.
 
         With `statistics` also what each layer's attention did in this very pass; else nothing. The scores are the same.
+        With `pressure` too, the backward pass fills in the temperature pressure of each layer.
         """
         x = self.embedding[tokens] + self.positions
         seen = []
         for block in self.blocks:
-            x, seen_here = block(x, self._scale, statistics)
+            x, seen_here = block(x, self._scale, statistics, TemperaturePressure() if pressure else None)
             seen += [] if seen_here is None else [seen_here]
         return _normalise(x[:, -self.answers :]) @ self.unembedding.T, seen
 
@@ -182,6 +189,17 @@ def describe_attention(seen: Sequence[SeenAttention]) -> dict[str, float]:
         for name in _OF_HEADS
     }
     return {name: sum(of_layers) / len(of_layers) for name, of_layers in means.items()}
+
+
+def sum_pressure(seen: Sequence[SeenAttention]) -> float | None:
+    """Return ∂loss/∂log scale for a scale that all heads share, after the backward pass.
+
+    None if it was not followed, or if a gradient is not finite.
+    """
+    of_layers = [layer.pressure for layer in seen]
+    if any(pressure is None or pressure.per_head is None or pressure.overflows for pressure in of_layers):
+        return None
+    return float(sum(cast(Tensor, cast(TemperaturePressure, pressure).per_head).sum() for pressure in of_layers))
 
 
 def describe_heads(seen: Sequence[SeenAttention]) -> list[dict[str, float]]:

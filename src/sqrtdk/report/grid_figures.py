@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from sqrtdk.records.record import Record, Row
-from sqrtdk.report.learning_figures import median_loss
+from sqrtdk.report.bands import Seeds, caption_scale, draw_band, show_scale
 from sqrtdk.report.palette import policy_colour
-from sqrtdk.report.panels import Area, Axis, Figure, Heatmap, Line, Panel, Series, floats
+from sqrtdk.report.panels import Axis, Dash, Figure, Heatmap, Panel, floats
 from sqrtdk.wording.names import name_setting
 from sqrtdk.wording.numbers import write_percent
 
@@ -23,7 +23,15 @@ def show_grid(record: Record) -> Figure:
     summary = record.tables["summary"]
     places = list(dict.fromkeys(_place(row) for row in summary))
     settings = list(dict.fromkeys((row["scale"], row["init"]) for row in summary))
-    panels = [_show_curves(place, settings, record) for place in places]
+    panels: list[Panel] = []
+    shown: list[Seeds] = []
+    for place in places:
+        curves = _choose_curves(place, settings, record)
+        losses = tuple(series for seeds in curves for series in draw_band(seeds, "loss"))
+        named = _name_place(place)
+        panels.append(Panel(f"Training loss: {named}", Axis("step"), Axis("loss, nats", log=True), losses))
+        panels += show_scale(curves, f": {named}")
+        shown += curves
     maps = [
         _show_map(place, setting, cells)
         for place in places
@@ -35,6 +43,7 @@ def show_grid(record: Record) -> Figure:
         "Curves: each setting at the dₖ and learning rate of its lowest median loss; the line is the median over seeds "
         "and the band goes from the lower to the upper quartile. Maps: share of seeds that solve the task."
     )
+    caption = f"{caption} {caption_scale(shown)}".rstrip()
     if left_out > 0:
         caption += f" {left_out} more maps are left out; the table has their numbers."
     return Figure(record.headline, (*panels, *maps[:_MOST_MAPS]), columns=_COLUMNS, caption=caption)
@@ -49,8 +58,9 @@ def _name_place(place: tuple[Any, ...]) -> str:
     return f"{task}, n = {length}" + (f", {heads} heads" if heads > 1 else "")
 
 
-def _show_curves(place: tuple[Any, ...], settings: Sequence[tuple[str, str]], record: Record) -> Panel:
-    series: list[Series] = []
+def _choose_curves(place: tuple[Any, ...], settings: Sequence[tuple[str, str]], record: Record) -> list[Seeds]:
+    """Return the curves of each setting at the dₖ and learning rate of its lowest median loss."""
+    chosen = []
     for scale, init in settings:
         cells = [
             row
@@ -63,30 +73,13 @@ def _show_curves(place: tuple[Any, ...], settings: Sequence[tuple[str, str]], re
             for run in record.curves["runs"]
             if _place(run) == place and all(run[name] == best[name] for name in ("scale", "init", "d_k", "lr"))
         ]
-        series += _draw_band(runs, policy_colour(scale), name_setting(scale, init), dashed=init != "unit")
-    return Panel(f"Training loss: {_name_place(place)}", Axis("step"), Axis("loss, nats", log=True), tuple(series))
+        dash: Dash = "solid" if init == "unit" else "dash"
+        chosen.append(Seeds(runs, policy_colour(scale), name_setting(scale, init), dash))
+    return chosen
 
 
 def _or_infinite(value: float | None) -> float:
     return math.inf if value is None else value
-
-
-def _draw_band(runs: Sequence[Mapping[str, Any]], colour: str, label: str, *, dashed: bool) -> list[Series]:
-    """Draw the median and the quartiles of the runs that are left at each step; a diverged run ends early."""
-    steps: Sequence[float] = max((run["step"] for run in runs), key=len, default=[])
-    x, low, middle, high = [], [], [], []
-    for place, step in enumerate(steps):
-        values = sorted(run["loss"][place] for run in runs if place < len(run["loss"]))
-        x.append(step)
-        low.append(values[(len(values) - 1) // 4])
-        middle.append(median_loss(values))
-        high.append(values[-1 - (len(values) - 1) // 4])
-    if not x:
-        return []
-    return [
-        Area(floats(x), floats(low), floats(high), colour, label),
-        Line(floats(x), floats(middle), colour, label, "dash" if dashed else "solid"),
-    ]
 
 
 def _show_map(place: tuple[Any, ...], setting: tuple[str, str], cells: Sequence[Row]) -> Panel:

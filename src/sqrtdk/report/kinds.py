@@ -114,6 +114,7 @@ KINDS: dict[str, Kind] = {
     "zoo": Kind({"families": None}, zoo_figures.show_zoo, "The scale that models use"),
     "spread": Kind({"spread": None}),
     "info": Kind({"backends": None}),
+    "nodes": Kind({"nodes": None}, title="Nodes that differ from the driver"),
     "runs": Kind({"runs": None}),
     "run": Kind({"run": None}),
     "run differences": Kind({"differences": None}),

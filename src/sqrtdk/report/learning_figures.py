@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from sqrtdk.records.record import Record
+from sqrtdk.report.bands import Seeds, caption_scale, show_scale
 from sqrtdk.report.palette import ACCENT, NEUTRAL, policy_colour
 from sqrtdk.report.panels import Axis, Dash, Figure, Line, Panel, Points, ReferenceLine, Series, floats, name_ticks
 from sqrtdk.show.table import count
@@ -105,6 +106,12 @@ def show_ablation(record: Record) -> Figure:
         for quantity, title in _QUANTITIES.items()
         if quantity in kept and not (learned and quantity == "accuracy")
     ]
+    bands = [
+        Seeds(runs, policy_colour(group.scale), group.label([name for name in names if name != "d_k"]), group.dash)
+        for group, runs in shown.items()
+        if group.d_k == last
+    ]
+    panels += show_scale(bands, " over time" + suffix)
     caption = "Thin lines and dots are single seeds"
     caption += ", for temperatures each of their heads" if learned else ""
     caption += "; bold lines and bars are medians over seeds"
@@ -112,6 +119,8 @@ def show_ablation(record: Record) -> Figure:
     caption += f", the {count(diverged, 'diverged run')} counting as infinite losses." if diverged else "."
     if tried:
         caption += " Each setting has its own learning rate, chosen on the seeds that the losses by learning rate show."
+    if explained := caption_scale(bands):
+        caption += f" Bands go from the lower to the upper quartile of the seeds. {explained}"
     return Figure(
         _state_losses(record, names),
         tuple(panels),

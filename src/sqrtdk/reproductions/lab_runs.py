@@ -177,7 +177,7 @@ def compare_start_with_scale(
 
 def _largest_distance(runs: Sequence[RunRecord], others: Sequence[RunRecord], points: int | None = None) -> float:
     return max(
-        abs(mine - theirs)
+        float(abs(mine - theirs))
         for one, other in zip(runs, others, strict=True)
         for mine, theirs in zip(one.curves["loss"][:points], other.curves["loss"][:points], strict=True)
     )

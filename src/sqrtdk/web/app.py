@@ -17,14 +17,14 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from sqrtdk import scales
 from sqrtdk.audits import read_audit
-from sqrtdk.errors import InvalidValueError, SqrtdkError
+from sqrtdk.errors import InvalidValueError, SqrtdkError, unknown_name
 from sqrtdk.records.json import plain
 from sqrtdk.report.shell import read_shared
 from sqrtdk.report.words import read_sentences
@@ -34,13 +34,14 @@ from sqrtdk.web.gate import Gate
 from sqrtdk.web.measurement import expect, measure
 from sqrtdk.web.pages import PAGES, read_plotly, render_page
 from sqrtdk.web.presets import PRESETS
-from sqrtdk.web.runs import list_runs, read_curves, read_maps
+from sqrtdk.web.runs import compare, delete, export, list_runs, read_curves, read_maps
 from sqrtdk.web.vectors import sample
 from sqrtdk.web.words_query import HOW_TO_GET_A_MODEL, Reader, read_place, read_text, require_reader
 from sqrtdk.wording.quantities import AUDITED, EXPLORED
 
 __all__ = ["make_app"]
 
+_JSON = "application/json"
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _SHARED = (
     "numbers.js",
@@ -56,6 +57,8 @@ _SHARED = (
 _WAITING_SECONDS = 15.0
 # Sizes that take some ten milliseconds, the usual setting of the page among them.
 _SMALL_PRODUCTS = QUERIES * 1024 * 64
+_MOST_BYTES = 1 << 17
+"""Bytes of a body: a thousand keys of runs take 19 thousand."""
 
 
 def make_app(
@@ -66,6 +69,8 @@ def make_app(
     reader: Reader | None = None,
 ) -> ASGIApp:
     """Return the application behind its gate; it reads only its own files and the given ones.
+
+    It changes one thing: `POST /api/delete` deletes runs of the store, for requests of its own pages.
 
     Args:
         host: where it will listen, which decides the Host headers that it answers to.
@@ -92,6 +97,9 @@ def make_app(
         Route("/api/runs", site.runs, methods=["GET"]),
         Route("/api/curves", site.curves, methods=["GET"]),
         Route("/api/maps", site.maps, methods=["GET"]),
+        Route("/api/compare", site.compare, methods=["GET"]),
+        Route("/api/export", site.export, methods=["GET"]),
+        Route("/api/delete", site.delete, methods=["POST"]),
     ]
     handlers: dict[Any, Any] = {SqrtdkError: _explain, HTTPException: _explain_http, Exception: _apologise}
     app = Starlette(routes=routes, exception_handlers=handlers)
@@ -154,7 +162,32 @@ class _Site:
         keys = _read_keys(request)
         return await self._compute(request, self._files, lambda: {"maps": read_maps(self._store, keys)})
 
-    async def _compute(self, request: Request, worker: _Worker, work: Callable[[], dict[str, Any]]) -> Response:
+    async def compare(self, request: Request) -> Response:
+        return await self._compute(request, self._files, partial(compare, self._store, _read_keys(request)))
+
+    async def export(self, request: Request) -> Response:
+        what = _read_query(request, ("what",)).get("what", "runs")
+        if what not in ("runs", "curves"):
+            raise unknown_name("export", what[:40], ["runs", "curves"], "what")
+        work = partial(export, self._store, curves=what == "curves")
+        response = await self._compute(request, self._files, work)
+        response.headers["content-disposition"] = f'attachment; filename="{what}.csv"'
+        return response
+
+    async def delete(self, request: Request) -> Response:
+        _read_query(request, ())
+        # Other sites' pages cannot send this type without being asked first, and browsers add an Origin that the gate
+        # has compared: without one the request is not from a page.
+        if request.headers.get("content-type") != _JSON:
+            raise HTTPException(415, "the body must be of type application/json")
+        if "origin" not in request.headers:
+            raise HTTPException(
+                403, "runs are deleted by the page Runs, whose requests have an Origin, or by the command"
+            )
+        keys = _parse_keys(await _read_body(request))
+        return await self._compute(request, self._files, partial(delete, self._store, keys))
+
+    async def _compute(self, request: Request, worker: _Worker, work: Callable[[], dict[str, Any] | bytes]) -> Response:
         try:
             async with asyncio.timeout(_WAITING_SECONDS):
                 await worker.free.acquire()
@@ -164,11 +197,11 @@ class _Site:
             if await request.is_disconnected():  # a newer question has taken this one's place
                 return Response(status_code=499)
             began = time.perf_counter()
-            body = await asyncio.get_running_loop().run_in_executor(worker.thread, lambda: _dump(work()))
+            body, kind = await asyncio.get_running_loop().run_in_executor(worker.thread, lambda: _encode(work()))
             took = 1000.0 * (time.perf_counter() - began)
         finally:
             worker.free.release()
-        return _json_bytes(body, {"server-timing": f"compute;dur={took:.1f}"})
+        return Response(body, headers={"server-timing": f"compute;dur={took:.1f}"}, media_type=kind)
 
 
 class _Worker:
@@ -177,10 +210,6 @@ class _Worker:
     def __init__(self, name: str) -> None:
         self.thread = ThreadPoolExecutor(1, f"sqrtdk-{name}")
         self.free = asyncio.Lock()
-
-
-def _read_keys(request: Request) -> list[str]:
-    return [key for key in _read_query(request, ("keys",)).get("keys", "").split(",") if key]
 
 
 def _read_head(reader: Reader | None, text: str, layer: int, head: int) -> dict[str, Any]:
@@ -238,16 +267,44 @@ def _read_query(request: Request, names: tuple[str, ...] | None = None) -> dict[
     return query
 
 
+def _read_keys(request: Request) -> list[str]:
+    return [key for key in _read_query(request, ("keys",)).get("keys", "").split(",") if key]
+
+
+async def _read_body(request: Request) -> bytes:
+    body = b""
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > _MOST_BYTES:
+                raise HTTPException(413, f"the body must have at most {_MOST_BYTES} bytes")
+    except ClientDisconnect:
+        raise HTTPException(400, "the body is not complete") from None
+    return body
+
+
+def _parse_keys(body: bytes) -> list[str]:
+    """Return the keys of a body `{"keys": ["…", …]}`."""
+    try:
+        content = json.loads(body)
+    except (ValueError, RecursionError):
+        content = None
+    keys = content.get("keys") if isinstance(content, dict) and len(content) == 1 else None
+    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+        raise InvalidValueError('the body must be {"keys": [...]} with keys of runs as strings, got something else')
+    return keys
+
+
 def _dump(content: dict[str, Any]) -> bytes:
     return json.dumps(plain(content), allow_nan=False, separators=(",", ":")).encode()
 
 
-def _json_bytes(body: bytes, headers: dict[str, str] | None = None, status: int = 200) -> Response:
-    return Response(body, status, headers, "application/json")
+def _encode(content: dict[str, Any] | bytes) -> tuple[bytes, str]:
+    return (content, "text/csv") if isinstance(content, bytes) else (_dump(content), _JSON)
 
 
 def _json(content: dict[str, Any], status: int = 200) -> Response:
-    return _json_bytes(_dump(content), status=status)
+    return Response(_dump(content), status, media_type=_JSON)
 
 
 # Not plain functions: Starlette would run those in threads of their own.

@@ -1,17 +1,21 @@
-"""Runs of a store, or a monitored run, for the Runs page: read while another process writes, or before they exist."""
+"""Runs of a store, or a monitored run, for the Runs page: listed, compared, exported and deleted."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from sqrtdk.errors import InvalidValueError, SqrtdkError
-from sqrtdk.lab.store import CURVES, Store
+from sqrtdk.lab.run_tables import compare_runs, export_runs
+from sqrtdk.lab.store import CURVES, LEARNED_CURVES, Store
 from sqrtdk.records.observations import read_observations
-from sqrtdk.records.record import Record
+from sqrtdk.records.record import Record, tabulate
 from sqrtdk.report.monitor_figures import show_monitor
 from sqrtdk.report.palette import NEUTRAL, policy_colour
 from sqrtdk.report.panels import spread_out
@@ -23,7 +27,7 @@ MOST_CELLS = 1 << 15
 """Cells of a monitored run's charts, so that browsers stay quick; steps with alerts are shown beyond that."""
 MOST_CURVES = 64
 _BUSY_SECONDS = 1.0
-_Content = TypeVar("_Content")
+_KEY = re.compile(r"[0-9a-f]{16}")
 
 
 def list_runs(path: Path | None, version: str | None = None) -> dict[str, Any]:
@@ -35,8 +39,9 @@ def list_runs(path: Path | None, version: str | None = None) -> dict[str, Any]:
 
     Returns:
         `state` "none", "waiting" (the file is not there yet, or is just being made), "ready", "monitor" or
-        "unreadable", a `message` for all but "ready", and there `version`, `total`, `runs` and those that are
-        `running`, with their curves so far. "monitor" has `version`, `charts`, their `caption`, and `alerts`.
+        "unreadable", a `message` for all but "ready", and there `version`, `total`, `runs`, those that are `running`,
+        with their curves so far, and the bytes of `checkpoints` by key. "monitor" has `version`, `charts`, their
+        `caption`, and `alerts`.
 
     >>> list_runs(None)["state"]
     'none'
@@ -56,7 +61,9 @@ def list_runs(path: Path | None, version: str | None = None) -> dict[str, Any]:
             if store.is_new:
                 return {"state": "waiting", "message": f"{path.name} is just being made."}
             total, running = len(store), store.running(MOST_RUNS)
-            current = f"{total}-{store.last_finished()}-{max((row['seen'] for row in running), default=0)}"
+            checkpoints = store.checkpoints.measure()
+            parts = (total, store.last_finished(), max((row["seen"] for row in running), default=0), *checkpoints)
+            current = f"{total}-{zlib.crc32(repr(parts).encode()):08x}"
             if current == version:
                 return {"state": "ready", "version": current, "unchanged": True}
             rows = store.runs(MOST_RUNS)
@@ -78,6 +85,7 @@ def list_runs(path: Path | None, version: str | None = None) -> dict[str, Any]:
         "damaged": damaged,
         "runs": runs,
         "running": unfinished,
+        "checkpoints": checkpoints,
     }
 
 
@@ -143,7 +151,9 @@ def read_curves(path: Path | None, keys: Sequence[str]) -> dict[str, dict[str, A
     Raises:
         InvalidValueError: there is no readable store, or too many are asked for.
     """
-    return {row["key"]: _pick(row["curves"]) for row in _read(path, keys, lambda store: store.runs(MOST_CURVES, keys))}
+    _require_number(keys, 1, MOST_CURVES)
+    with _reading(path) as store:
+        return {row["key"]: _pick(row["curves"]) for row in store.runs(MOST_CURVES, keys)}
 
 
 def read_maps(path: Path | None, keys: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -152,20 +162,91 @@ def read_maps(path: Path | None, keys: Sequence[str]) -> dict[str, dict[str, Any
     Raises:
         InvalidValueError: as `read_curves`.
     """
-    return _read(path, keys, lambda store: store.maps(keys))
+    _require_number(keys, 1, MOST_CURVES)
+    with _reading(path) as store:
+        return store.maps(keys)
 
 
-def _read(path: Path | None, keys: Sequence[str], read: Callable[[Store], _Content]) -> _Content:
-    if not 1 <= len(keys) <= MOST_CURVES:
-        raise InvalidValueError("keys", f"must name 1 to {MOST_CURVES} runs, got {len(keys)}")
+def compare(path: Path | None, keys: Sequence[str]) -> dict[str, Any]:
+    """Return the differences between runs as `sqrtdk runs compare` prints them.
+
+    Returns:
+        `differences` with a row per setting or result, `columns` and `rows` with the same as text, and the `reading`.
+
+    Raises:
+        InvalidValueError: there is no readable store, a key is unknown, or too few or too many are given.
+    """
+    _require_number(keys, 2, MOST_CURVES)
+    with _reading(path) as store:
+        record = compare_runs(store, keys)
+    table = tabulate(record.tables["differences"])
+    return {
+        "differences": record.tables["differences"],
+        "columns": table.columns,
+        "rows": table.rows,
+        "reading": record.reading,
+    }
+
+
+def export(path: Path | None, *, curves: bool) -> bytes:
+    """Return all runs as CSV, the bytes that `sqrtdk runs export` writes.
+
+    Raises:
+        InvalidValueError: there is no readable store.
+    """
+    with _reading(path) as store:
+        return export_runs(store, curves=curves)[0]
+
+
+def delete(path: Path | None, keys: Sequence[str]) -> dict[str, int]:
+    """Delete runs and their checkpoints. Nothing is deleted if one of them cannot be.
+
+    Returns:
+        The number `deleted`, and of how many of them `checkpoints` were deleted.
+
+    Raises:
+        InvalidValueError: there is no store that can be written, or a key is no key or unknown.
+        SqrtdkError: a run is in training, or another process writes the store; the message says which.
+    """
+    _require_number(keys, 1, MOST_RUNS)
+    strange = [key for key in keys if not _KEY.fullmatch(key)]
+    if strange:
+        raise InvalidValueError("keys", f"must be of 16 digits and letters a to f, got {strange[0][:40]!r}")
+    with _reading(path) as store:
+        training = {row["key"]: row["step"] for row in store.running(MOST_RUNS)}
+    for key in keys:
+        if key in training:
+            raise SqrtdkError("keys", f"{key} is in training (step {training[key]}); delete it when it has ended")
+    assert path is not None
+    try:
+        with Store(path, on_damage=lambda message: None) as store:
+            chosen = {store.complete(key) for key in keys}  # before the first is deleted
+            with_checkpoints = len(chosen.intersection(store.checkpoints.list_keys()))
+            return {"deleted": store.delete(sorted(chosen)), "checkpoints": with_checkpoints}
+    except (SqrtdkError, OSError) as error:
+        raise SqrtdkError(str(error).replace(str(path), path.name)) from None
+
+
+def _require_number(keys: Sequence[str], least: int, most: int) -> None:
+    if not least <= len(keys) <= most:
+        raise InvalidValueError("keys", f"must name {least} to {most} runs, got {len(keys)}")
+
+
+@contextmanager
+def _reading(path: Path | None) -> Iterator[Store]:
+    """Open the store for a question about some of its runs.
+
+    Raises:
+        InvalidValueError: there is none, or it cannot be read.
+    """
     if path is None or not path.exists():
         raise InvalidValueError("store", "must be there to read runs from, got none")
     try:
         with _open(path) as store:
-            return read(store)
+            yield store
     except (SqrtdkError, OSError) as error:
-        raise InvalidValueError("store", f"must be readable, got {path.name}: {error}") from None
+        raise InvalidValueError(str(error).replace(str(path), path.name)) from None
 
 
 def _pick(curves: dict[str, Any]) -> dict[str, list[Any]]:
-    return {name: curves[name] for name in CURVES if isinstance(curves.get(name), list)}
+    return {name: curves[name] for name in (*CURVES, *LEARNED_CURVES) if isinstance(curves.get(name), list)}
