@@ -229,7 +229,9 @@ def test_pressure_and_temperature_are_sparse_and_training_does_not_feel_them(sca
         assert [at for at, value in enumerate(followed.curves[name]) if value is not None] == taken
     real = Transformer.forward
     monkeypatch.setattr(
-        Transformer, "forward", lambda self, tokens, statistics, pressure: real(self, tokens, statistics, False)
+        Transformer,
+        "forward",
+        lambda self, tokens, statistics=False, pressure=False: real(self, tokens, statistics, False),
     )
     plain = train(spec)
     assert plain.curves["pressure"] == [None] * 12
