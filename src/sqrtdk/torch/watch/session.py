@@ -43,7 +43,6 @@ from sqrtdk.torch.watch.score_sums import read_causes
 from sqrtdk.torch.watch.seen import Seen, SeenRows
 from sqrtdk.wording.numbers import write_number
 
-_CAUSES_EVERY = 8
 _EAGER = "compiled regions ran eagerly while watched"
 
 
@@ -354,9 +353,7 @@ class Watch(AbstractContextManager[Seen]):
             slopes = read_slopes(call) if self.seen.is_new(layer) else None
         is_repeated = candidate.is_repeated
         record = self.seen.scale_of(layer) if is_repeated else self.seen.note_scale(layer, call)
-        # Causes are means over rows: in repeated calls one of eight suffices, at a third of the cost of a short call.
-        is_left_out = call.logits is not None or (is_repeated and self.seen.calls % _CAUSES_EVERY)
-        causes = None if is_left_out else read_causes(call, tokens, record.d_k)
+        causes = None if call.logits is not None else read_causes(call, tokens, record.d_k)
         rows = SeenRows(candidate.statistics, call.first_position, tokens, causes)
         batch, heads, queries, _ = call.shape
         with self._lock:
