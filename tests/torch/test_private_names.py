@@ -13,7 +13,7 @@ HOMES = {ROOT / "torch" / "internals.py", ROOT / "torch" / "transformers_interna
 FOREIGN = ("torch", "transformers")
 PRIVATE = re.compile(r"_[A-Za-z]\w*")
 # Of named tuples, which document them, and of Python.
-DOCUMENTED = {"_replace", "_asdict", "_fields", "_make", "_field_defaults", "_getframe"}
+DOCUMENTED = {"_replace", "_asdict", "_fields", "_make", "_field_defaults", "_getframe", "_exit"}
 LOOKUPS = {"getattr", "hasattr", "setattr", "delattr", "get"}
 
 

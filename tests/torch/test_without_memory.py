@@ -75,6 +75,7 @@ def test_wrappers_and_their_gradients_are_what_they_wrap():
     torch.testing.assert_close(unwrap(gradient), torch.autograd.grad(expected, leaf, V)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_vectorized_jacobians_and_hessians_are_those_of_a_loop(name):
     def function(q):
