@@ -123,7 +123,9 @@ def interrupts_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if is_handled:
             signal.signal(signal.SIGINT, handler)
-            if interrupts:
+            if interrupts and callable(handler):
+                handler(signal.SIGINT, None)  # not raised again: it would count as a second Ctrl-C
+            elif interrupts:
                 signal.raise_signal(signal.SIGINT)
 
 

@@ -132,9 +132,9 @@ def finish_and_compare(path, truth, monkeypatch, safe=(0, 0, 0, 0)):
 
     real, began = train.train, {}
 
-    def noting(spec, report, checkpoint):
+    def noting(spec, report, checkpoint, maps):
         began[spec.key] = 0 if checkpoint is None else read_state(checkpoint, spec.key)["step"]
-        return real(spec, report, checkpoint)
+        return real(spec, report, checkpoint, maps)
 
     with Store(path) as store:
         finished = {spec.key: record for spec in SPECS if (record := store.get(spec)) is not None}

@@ -158,7 +158,7 @@ def render_replay_view(still: str = "", controls: str = "", last: int = 0, step:
         step: the step there.
     """
     return (
-        f'<div class="replay"><div class="replay-controls {controls}">'
+        f'<div class="replay" data-screen><div class="replay-controls {controls}">'
         '<button type="button" data-do="play" aria-pressed="false">Play</button>'
         f'<label for="replay-step">training step</label><output for="replay-step">{step}</output>'
         f'<input type="range" id="replay-step" min="0" max="{last}" step="1" value="{last}"></div>'
