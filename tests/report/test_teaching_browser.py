@@ -33,7 +33,7 @@ def wait_for_place(page, place):
 def shown_figures(page):
     """The figures and questions that can be seen."""
     return page.evaluate(
-        """() => [...document.querySelectorAll(".guess, .cause, .try, .words, .exhibit, .answer")]
+        """() => [...document.querySelectorAll(".guess, .cause, .try, .words, .exhibit, .answer, .replay")]
         .filter((one) => one.checkVisibility() && !one.closest("details")).length"""
     )
 

@@ -77,7 +77,7 @@ def test_a_button_starts_teach_mode(browser, server, path, screens):
         page.goto(server.address + path)
         page.wait_for_selector("body[data-answered], body[data-ready]", state="attached", timeout=30000)
         page.click(".teach-start")
-        assert page.locator(".teach-bar output").text_content() == f"1 / {screens}"
+        page.locator(".teach-bar output", has_text=f"1 / {screens}").wait_for()
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         page.click(".teach-leave")
         assert page.locator(".teach-start").is_visible()
