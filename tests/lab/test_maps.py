@@ -56,6 +56,7 @@ def test_the_example_is_the_same_for_every_run_of_a_task():
     assert [first["tokens"][right] for right in first["right"]] == [values[keys.index(key)] for key in asked]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [600, 100_000])
 @pytest.mark.parametrize(
     ("task", "parameters"), [("recall", {}), ("text", {}), ("recall", {"pairs": 128, "symbols": 128}), ("digits", {})]

@@ -227,6 +227,7 @@ class TestLearning:
         output.sum().backward()
         assert module.weight.grad.isfinite().all()
 
+    @pytest.mark.slow
     def test_queries_that_want_to_be_sharper_get_sharper(self):
         module = QueryTemperature(D_K, HEADS)
         q, k, v = noise(queries=16)

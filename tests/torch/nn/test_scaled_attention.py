@@ -273,6 +273,7 @@ class TestAttention:
         same = make(d_context=10)
         assert torch.equal(same(x, for_keys), same(x, (for_keys, for_keys)))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("scale", ["learned", "query", "position", "qk_norm"])
     def test_training_reaches_every_parameter_and_lowers_the_loss(self, scale):
         torch.manual_seed(0)

@@ -17,6 +17,7 @@ from sqrtdk.torch import Monitor, watch
 from torch_watched import WIDTH, ByHand, Fused, Stack, hooks_now
 
 
+@pytest.mark.slow
 def test_one_step_in_every_few_is_looked_at_micro_batches_together():
     model, looks = make_model(), Looks()
     with Monitor(model, to=looks, every=3, first_step=7) as monitor:
@@ -46,6 +47,7 @@ def test_one_step_in_every_few_is_looked_at_micro_batches_together():
     assert (entry["alerts"], entry["clipped"], entry["skipped"], entry["restart"]) == ([], None, False, None)
 
 
+@pytest.mark.slow
 def test_training_is_the_same_to_the_bit_and_nothing_stays_behind():
     plain, watched = make_model(), make_model()
     before = hooks_now()

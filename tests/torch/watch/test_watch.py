@@ -92,6 +92,7 @@ def test_a_module_without_attention_calls_or_with_a_failed_one_is_no_call():
     assert list(seen.layers) == ["inner"]
 
 
+@pytest.mark.slow
 def test_a_loop_is_as_many_layers_as_fit_and_says_so():
     class Loop(nn.Module):
         def __init__(self):
