@@ -23,6 +23,7 @@ SWIPE = """([x0, x1]) => {
 
 
 def counter(page):
+    page.wait_for_selector(".teach-bar output:text-matches('^[0-9]+ / ')")  # the address changes first
     return tuple(map(int, page.locator(".teach-bar output").text_content().split(" / ")))
 
 
