@@ -284,7 +284,7 @@ class Watch(AbstractContextManager[Seen]):
         if call is None or layer is None or not candidate.is_plain:
             known.is_all_fused = False
             return
-        known.one_sequence[layer] = call.first_position is not None if call.last is not None else are_one_sequence(call)
+        known.one_sequence[layer] = call.last is not None or are_one_sequence(call)
         known.around.update(frame.module for frame in frames)
         known.attending.add(frames[-1].module)
 
