@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional
 from torch.nn.modules import module
 from torch.utils import _python_dispatch
 
@@ -206,6 +207,25 @@ class ModuleCalls:
         for name, function in self._own.items():
             if getattr(module.Module, name) is function:
                 setattr(module.Module, name, self._torchs[name])
+
+
+class FunctionCalls:
+    """Runs a function around every call of `F.scaled_dot_product_attention` by that name while installed."""
+
+    def __init__(self, around: Callable[[Callable[..., Any], Any, Any], Any]) -> None:
+        self._torchs: Callable[..., Any] = functional.scaled_dot_product_attention
+        self._own = lambda *args, **kwargs: around(self._torchs, args, kwargs)
+
+    def install(self) -> None:
+        """Start intercepting. A repeated call has no effect."""
+        present = functional.scaled_dot_product_attention
+        if present is not self._own:
+            self._torchs, functional.scaled_dot_product_attention = present, self._own
+
+    def remove(self) -> None:
+        """Stop intercepting. A replacement that other code has installed meanwhile stays, and still calls torch."""
+        if functional.scaled_dot_product_attention is self._own:
+            functional.scaled_dot_product_attention = self._torchs
 
 
 def own_tensors(of: module.Module) -> list[Tensor]:

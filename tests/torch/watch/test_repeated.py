@@ -7,6 +7,7 @@ from torch.nn import functional
 
 from sqrtdk.torch import watch
 from sqrtdk.torch.watch.recognise.recogniser import Recogniser
+from sqrtdk.torch.watch.recognise.repeated import NONE
 from sqrtdk.torch.watch.session import Watch
 
 
@@ -23,16 +24,18 @@ class Attention(nn.Module):
 
 
 class Gate(nn.Module):
-    """Attends only from its third call on."""
+    """Attends only after some calls."""
 
-    def __init__(self):
+    def __init__(self, attend=None, silent=2):
         super().__init__()
-        self.inner, self.calls = nn.Linear(16, 16), 0
+        self.inner, self.calls, self.silent, self.attend = nn.Linear(16, 16), 0, silent, attend
 
     def forward(self, x):
         self.calls += 1
         q = self.inner(x)[:, None]
-        return functional.scaled_dot_product_attention(q, q, q)[:, 0] if self.calls > 2 else q[:, 0]
+        if self.calls <= self.silent:
+            return q[:, 0]
+        return (self.attend or functional.scaled_dot_product_attention)(q, q, q)[:, 0]
 
 
 def make_model():
@@ -95,16 +98,64 @@ def test_an_unknown_module_is_followed_fully():
     assert [int(summary["entropy"].count[0]) for summary in seen.layers.values()] == [24, 12]
 
 
-def test_a_module_that_begins_to_attend_is_found_when_the_whole_model_is_observed():
+def test_a_module_that_begins_to_call_torchs_function_is_found_at_once():
     model = nn.Sequential(Attention(), Gate())
     with torch.no_grad(), watch(model) as seen:
         for _ in range(8):
             model(torch.randn(1, 6, 16))
     assert list(seen.layers) == ["0", "1"]
     assert int(seen.layers["0"]["entropy"].count[0]) == 48
+    # Call 3 is not followed in that module, and later calls are followed fully.
+    assert int(seen.layers["1"]["entropy"].count[0]) == 30
+    assert [(one.layer, one.times) for one in seen.unattributed] == [("", 1)]
+
+
+def test_a_module_that_begins_to_attend_by_hand_is_found_when_the_whole_model_is_observed():
+    by_hand = lambda q, k, v: torch.softmax(q @ k.mT, dim=-1) @ v  # noqa: E731
+    model = nn.Sequential(Attention(), Gate(by_hand))
+    with torch.no_grad(), watch(model) as seen:
+        for _ in range(8):
+            model(torch.randn(1, 6, 16))
     # Call 4 is observed as a whole, and later calls are followed fully.
     assert int(seen.layers["1"]["entropy"].count[0]) == 24
-    assert [(one.layer, one.times) for one in seen.unattributed] == [("1", 1)]
+    assert {one.layer for one in seen.unattributed} == {"1"}
+
+
+def test_a_module_that_stops_to_call_torchs_function_is_listed_and_followed_fully():
+    model = make_model()
+    with torch.no_grad(), watch(model) as seen:
+        for way in ("fused", "fused", "by hand", "by hand", "by hand"):
+            model[2].way = way
+            model(torch.randn(1, 6, 16))
+    assert [(one.layer, one.reason, one.times) for one in seen.unattributed] == [("2", NONE, 1)]
+    assert [int(one["entropy"].count[0]) for one in seen.layers.values()] == [5 * 6, 4 * 6]
+
+
+def test_a_function_under_another_name_is_found_in_every_call(monkeypatch):
+    own_name = functional.scaled_dot_product_attention
+    model = nn.Sequential(Attention(), Gate(own_name, silent=0))
+    full = count_full(monkeypatch)
+    with torch.no_grad(), watch(model) as seen:
+        for _ in range(7):
+            model(torch.randn(1, 6, 16))
+    assert [int(one["entropy"].count[0]) for one in seen.layers.values()] == [7 * 6] * 2
+    assert full.count("aten::_scaled_dot_product_flash_attention_for_cpu") == 2
+    assert not seen.unattributed
+
+
+def test_torchs_function_is_as_before_after_watches_that_end_in_any_order():
+    before = functional.scaled_dot_product_attention
+    one, other, passive = watch(make_model()), watch(make_model()), Watch(make_model())
+    one.__enter__()
+    passive.__enter__()
+    other.__enter__()
+    assert functional.scaled_dot_product_attention is not before
+    one.__exit__()
+    passive.__exit__()
+    other.__exit__()
+    assert functional.scaled_dot_product_attention is before
+    with Watch(make_model()):
+        assert functional.scaled_dot_product_attention is before
 
 
 def test_an_exception_in_a_repeated_call_leaves_no_mode():

@@ -74,7 +74,7 @@ class CallCounter:
 class Frame:
     """One running module call: its number, its arguments, and the recogniser's counts when the call began."""
 
-    __slots__ = ("_given", "args", "heads", "kwargs", "module", "number", "path", "products", "taken")
+    __slots__ = ("_given", "args", "has_attended", "heads", "kwargs", "module", "number", "path", "products", "taken")
 
     def __init__(
         self,
@@ -90,6 +90,7 @@ class Frame:
         self.number, self.module, self.path, self.heads = number, module, path, heads
         self.products, self.taken = products, taken
         self.args, self.kwargs = args, kwargs
+        self.has_attended = False
         self._given: dict[str, Any] | None = None
 
     @property

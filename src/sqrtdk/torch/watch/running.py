@@ -1,4 +1,4 @@
-"""Notifies open watches of module calls, and holds watches by weak references only."""
+"""Notifies open watches of calls of modules and of torch's attention function, and holds watches by weak references only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from sqrtdk.torch.internals import ModuleCalls, is_compiler_loaded, running_eagerly
+from sqrtdk.torch.internals import FunctionCalls, ModuleCalls, is_compiler_loaded, running_eagerly
 
 
 class Listener(Protocol):
@@ -17,6 +17,9 @@ class Listener(Protocol):
 
     has_compiled: bool
     """Whether any followed module is compiled."""
+
+    spares_work: bool
+    """Whether the listener is notified of calls of `F.scaled_dot_product_attention`."""
 
     def follows(self, module: nn.Module) -> bool:
         """Return whether the listener follows this module."""
@@ -36,6 +39,14 @@ class Listener(Protocol):
 
     def end_module(self, running: int, output: Any, *, has_failed: bool) -> None:
         """Handle the end of a module call; `running` is the value of `count_running` before the call."""
+        ...
+
+    def begin_function(self) -> bool:
+        """Handle the start of a call of torch's attention function, and return whether its end matters."""
+        ...
+
+    def end_function(self) -> None:
+        """Handle the end of that call."""
         ...
 
 
@@ -58,6 +69,8 @@ def listen(listener: Listener) -> Callable[[], None]:
         _is_eager = True
     _open.append(reference)
     _calls.install(listener.has_compiled)
+    if listener.spares_work:
+        _functions.install()
 
     def end() -> None:
         global _is_eager
@@ -65,6 +78,7 @@ def listen(listener: Listener) -> Callable[[], None]:
             _open.remove(reference)
         if not _open:
             _calls.remove()
+            _functions.remove()
             _stance.close()
             _is_eager = False
 
@@ -107,4 +121,18 @@ def _end(told: list[tuple[Any, int]], output: Any, has_failed: bool) -> None:
             _end(told, output, has_failed)
 
 
+def _run_function(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    told = []
+    try:
+        for reference in tuple(_open):
+            listener = reference()
+            if listener is not None and listener.spares_work and listener.begin_function():
+                told.append(listener)
+        return call(*args, **kwargs)
+    finally:
+        for listener in reversed(told):
+            listener.end_function()
+
+
 _calls = ModuleCalls(_run)
+_functions = FunctionCalls(_run_function)

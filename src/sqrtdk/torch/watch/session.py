@@ -37,7 +37,7 @@ from sqrtdk.torch.watch.padding import Padding, read_keys, read_tokens
 from sqrtdk.torch.watch.recognise.calls import SeenCall, are_one_sequence, place_queries, read_slopes
 from sqrtdk.torch.watch.recognise.parts import Candidate, Stack
 from sqrtdk.torch.watch.recognise.recogniser import Recogniser
-from sqrtdk.torch.watch.recognise.repeated import UNLIKE, FusedOnly, Known
+from sqrtdk.torch.watch.recognise.repeated import NONE, UNLIKE, FusedOnly, Known
 from sqrtdk.torch.watch.running import listen
 from sqrtdk.torch.watch.score_sums import read_causes
 from sqrtdk.torch.watch.seen import Seen, SeenRows
@@ -56,8 +56,9 @@ def watch(model: nn.Module, *, keep_rows: int | None = None) -> AbstractContextM
     even if an exception ends the block, everything is as before.
 
     After a call whose attention was all fused, such as the first of `generate`, later calls are followed for fused
-    attention alone: in the modules that computed it before and in new modules, and in calls 2, 4, 8 and so on in the
-    whole model. Attention of another kind there is listed in `unattributed`, and calls after it are followed fully.
+    attention alone: where F.scaled_dot_product_attention is called, in modules that computed other fused attention
+    before, in new modules, and in calls 2, 4, 8 and so on in the whole model. Attention of another kind there, and a
+    module without its attention, are listed in `unattributed`, and calls after that are followed fully.
 
     Args:
         model: any module.
@@ -119,6 +120,8 @@ class _Thread(threading.local):
         self.is_repeated = False
         self.fused_only: FusedOnly | None = None
         self.fused_from: int | None = None
+        # Whether torch's attention function runs.
+        self.is_in_function = False
         # Collects requested weights; None if no weights are requested.
         self.wanted: list[Any] | None = None
 
@@ -133,6 +136,7 @@ class Watch(AbstractContextManager[Seen]):
         self._model = model
         # Collects facts that spare work in repeated calls; None follows every call fully.
         self._known = known
+        self.spares_work = known is not None
         self._lock = threading.Lock()
         self._thread = _Thread()
         self._names: dict[nn.Module, str] = {}
@@ -203,12 +207,32 @@ class Watch(AbstractContextManager[Seen]):
             frame = thread.frames[-1]
             is_projection = recogniser.products > frame.products and recogniser.taken == frame.taken
             recogniser.end_module(frame.number, frame.path, output, is_projection)
+        if thread.is_repeated and not has_failed and self._known is not None and len(thread.frames) > running:
+            self._check_repeated(self._known, thread.frames[running])
         del thread.frames[running:]
         thread.stack = None
         if thread.fused_from is not None and running <= thread.fused_from:
             self._leave_fused()
         if not thread.frames:
             self._end_call(has_failed)
+
+    def begin_function(self) -> bool:
+        """Handle the start of a call of torch's attention function, and return whether its end matters."""
+        thread = self._thread
+        if not thread.frames or self._known is None:
+            return False
+        if thread.is_repeated:
+            if thread.fused_from is not None:
+                return False
+            self._enter_fused(self._known)
+        thread.is_in_function = True
+        return True
+
+    def end_function(self) -> None:
+        """Handle the end of that call."""
+        self._thread.is_in_function = False
+        if self._thread.is_repeated:
+            self._leave_fused()
 
     def note_eager(self) -> None:
         """Add a note that compiled code runs eagerly."""
@@ -261,6 +285,13 @@ class Watch(AbstractContextManager[Seen]):
         elif thread.is_repeated and thread.fused_from is None and module in known.attending:
             self._enter_fused(known)
 
+    def _check_repeated(self, known: Known, frame: Frame) -> None:
+        """List a module that called torch's attention function before and does not now."""
+        if known.is_all_fused and frame.module in known.calling and not frame.has_attended:
+            known.is_all_fused = False
+            with self._lock:
+                self.seen.miss(frame.path, NONE)
+
     def _enter_fused(self, known: Known) -> None:
         thread = self._thread
         if thread.fused_only is None:
@@ -286,7 +317,7 @@ class Watch(AbstractContextManager[Seen]):
             return
         known.one_sequence[layer] = call.last is not None or are_one_sequence(call)
         known.around.update(frame.module for frame in frames)
-        known.attending.add(frames[-1].module)
+        (known.calling if self._thread.is_in_function else known.attending).add(frames[-1].module)
 
     def _stop(self) -> None:
         thread = self._thread
@@ -348,6 +379,7 @@ class Watch(AbstractContextManager[Seen]):
                     self.seen.miss(path, UNLIKE.format("attention"))
                 return
             call = place_queries(call, one_sequence=one_sequence)
+            self._thread.frames[-1].has_attended = True
         with unseen():
             tokens, padding = self._find_padding(call)
             slopes = read_slopes(call) if self.seen.is_new(layer) else None

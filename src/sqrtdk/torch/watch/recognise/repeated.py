@@ -19,6 +19,9 @@ from sqrtdk.torch.watch.recognise.parts import Candidate, Stack
 TELLING = frozenset({"aten::_softmax", "aten::_safe_softmax", "aten::softmax", "aten::bmm", "aten::baddbmm"})
 """Operations of attention that is not fused."""
 
+NONE = "it computed no fused attention in a call of the model that was followed for fused attention alone"
+"""Reason for a module that attended in earlier calls and may attend in another way now."""
+
 UNLIKE = "{} ran in another place or way than in earlier calls of the model, which was not followed in this call"
 """Reason for attention that a repeated call was not followed for, with the operation."""
 
@@ -30,8 +33,10 @@ class Known:
         # False after attention that is not fused, is rearranged, or was not understood.
         self.is_all_fused = True
         self.ran: set[nn.Module] = set()
+        # Modules whose attention is torch's function by name, and modules that call other fused operations.
+        self.calling: set[nn.Module] = set()
         self.attending: set[nn.Module] = set()
-        # The attending modules and the modules around them.
+        # Both kinds and the modules around them.
         self.around: set[nn.Module] = set()
         # Module paths with the telling operations that ran inside without being attention.
         self.heard: set[tuple[str, str]] = set()
@@ -41,7 +46,7 @@ class Known:
     @property
     def is_enough(self) -> bool:
         """Whether later calls may be followed for fused operations alone."""
-        return self.is_all_fused and bool(self.attending)
+        return self.is_all_fused and bool(self.around)
 
 
 class _Kind(Enum):
