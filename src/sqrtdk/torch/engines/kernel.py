@@ -119,14 +119,14 @@ class TensorKernel(KernelCaller):
         if (scale is not None and type(scale) is not float) or type(causal) is not bool or not is_unobserved():
             return None
         try:
-            dtype, shape, others = query.dtype, query.shape, key.shape
+            dtype, shape, others, values = query.dtype, query.shape, key.shape, value.shape
             if not (
                 type(query) is type(key) is type(value) is Tensor
                 and dtype is key.dtype is value.dtype
                 and query.is_cpu
                 and key.is_cpu
                 and value.is_cpu
-                and others == value.shape
+                and (others == values or (others[:-1] == values[:-1] and values[-1]))
                 and (shape == others or (shape[:-2] == others[:-2] and shape[-1] == others[-1] and not causal))
                 and len(shape) > 1
                 and shape[-1]
@@ -144,7 +144,10 @@ class TensorKernel(KernelCaller):
             has_history = is_recorded(query, key, value)
             if has_history and item < 4:  # gradients need more of the output than its own digits
                 return None
-            output = _empty_like(query, memory_format=_IN_ORDER)
+            if others == values:
+                output = _empty_like(query, memory_format=_IN_ORDER)
+            else:
+                output = query.new_empty((*shape[:-1], values[-1]))
             measures, counts = _make_statistics(query, shape[:-1]) if statistics else (None, None)
             # NumPy makes an array in a sixth of the time that torch takes for a tensor.
             saved = _empty_array((2, *shape[:-1])) if has_history else None
@@ -158,14 +161,14 @@ class TensorKernel(KernelCaller):
                 NO_MASK,
                 (at_query, item, shape, query.stride()),
                 (at_key, item, others, key.stride()),
-                (at_value, item, others, value.stride()),
+                (at_value, item, values, value.stride()),
                 *_NO_ARRAYS,
                 factor,
                 *_NO_NUMBERS,
                 OPEN_BELOW,
                 last,
                 0,
-                (output.data_ptr(), item, shape, output.stride()),
+                (output.data_ptr(), item, output.shape, output.stride()),
                 None if measures is None else _view(measures),
                 None if counts is None else _view(counts),
                 None,

@@ -1,4 +1,4 @@
-"""Notifies open watches of calls of modules and of torch's attention function, and holds watches by weak references only."""
+"""Notifies open watches of calls of modules and of torch's attention function; holds watches weakly."""
 
 from __future__ import annotations
 
