@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "row_statistics.h"
+
 namespace sqrtdk {
 
 enum class Dtype : int { float16, bfloat16, float32, float64 };
@@ -39,17 +41,6 @@ struct Mask {  // [N, G, R, L, S]; boolean is one byte, 0 hides; float is added 
     int64_t n, g, r, l, s;
 };
 
-// The statistics of a row in the order in which callers hold them: integers, then numbers. Meanings:
-// AttentionStatistics in statistics.py, whose names and order these are; a module with others is not imported.
-#define SQRTDK_ROW_COUNTS(X) X(visible_keys) X(max_key)
-#define SQRTDK_ROW_MEASURES(X) \
-    X(max_logit)               \
-    X(logsumexp)               \
-    X(entropy)                 \
-    X(tail_weight)             \
-    X(tail_p2)                 \
-    X(tail_p3) X(logit_mean) X(logit_variance) X(score_max) X(score_variance) X(sink_weight)
-
 // The fields of a call in the order in which they cross from Python, by kind and name: those of `Call` in call.py, and
 // a module with others is not imported. An array is strided, or None.
 #define SQRTDK_CALL_FIELDS(X) \
@@ -65,16 +56,6 @@ struct Mask {  // [N, G, R, L, S]; boolean is one byte, 0 hides; float is added 
 
 // The arrays among them that are float64 and have one number per row, [N, G, R, L] when they are broadcast in full.
 #define SQRTDK_ROW_NUMBERS(X) X(scale) X(alibi)
-
-// Row statistics, contiguous [N, G, R, L]; all null when none are wanted.
-struct Statistics {
-#define SQRTDK_FIELD(name) int64_t* name;
-    SQRTDK_ROW_COUNTS(SQRTDK_FIELD)
-#undef SQRTDK_FIELD
-#define SQRTDK_FIELD(name) double* name;
-    SQRTDK_ROW_MEASURES(SQRTDK_FIELD)
-#undef SQRTDK_FIELD
-};
 
 // Which weights are left out of the output: of row i and key j that with draw(seed, i, j) < probability * 2^32, a word
 // of 32 bits (rows/dropout.h); the others grow by 1 / (1 - probability). Statistics, weights and sums are those before.

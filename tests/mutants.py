@@ -361,9 +361,11 @@ def main() -> None:
     """Plant every fault; exit code 1 if one survives."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", metavar="WORDS", default="", help="only faults whose name contains these words")
-    chosen = [mutant for mutant in MUTANTS if parser.parse_args().only in mutant.name]
+    parser.add_argument("--first", metavar="N", type=int, default=1, help="begin with the N-th fault of the list")
+    asked = parser.parse_args()
+    chosen = [mutant for mutant in MUTANTS[max(asked.first - 1, 0) :] if asked.only in mutant.name]
     if not chosen:
-        parser.error(f"--only must be part of a name: {', '.join(mutant.name for mutant in MUTANTS)}")
+        parser.error(f"--only must be part of a name from --first on: {', '.join(mutant.name for mutant in MUTANTS)}")
     with tempfile.TemporaryDirectory() as directory:
         copy = Path(directory).resolve() / "copy"
         ignored = shutil.ignore_patterns(".git", ".venv", "build", "dist", "__pycache__", "*.sqlite*")

@@ -181,41 +181,16 @@ __attribute__((noinline)) void write_statistics(const Statistics& to, int64_t at
                                                 bool scores) {
     // Computed here and copied: the compiler cannot know that the arrays outside do not overlap.
     alignas(64) double log_total[W];
-#define SQRTDK_FIELD(name) alignas(64) double name[W];
-    SQRTDK_ROW_MEASURES(SQRTDK_FIELD)
-#undef SQRTDK_FIELD
-    alignas(64) int64_t visible_keys[W], max_key[W];
+    alignas(64) RowFields<int64_t[W], double[W]> row;
     for (int i = 0; i < W; ++i) log_total[i] = log1p_inline(state.tail[i]);
-    for (int i = 0; i < W; ++i) {
-        visible_keys[i] = int64_t(state.logits.count[i]);
-        max_key[i] = state.logits.count[i] > 0 ? state.max_key[i] : -1;
-    }
-    for (int i = 0; i < W; ++i) {
-        const double count = state.logits.count[i], total = 1.0 + state.tail[i], top = double(state.top[i]);
-        const double share = 1.0 / total, per_key = 1.0 / count;
-        const bool some = count > 0;
-        max_logit[i] = top;
-        logsumexp[i] = some && top - top == 0.0 ? top + log_total[i] : top;
-        const double raw = some ? log_total[i] + state.moment[i] * share : 0.0;
-        entropy[i] = raw < 0 ? 0.0 : raw;
-        // Rounding must not push past what n keys allow: sum p <= 1 - 1/n, and H <= ln n.
-        const double most = some ? 1.0 - per_key : 0.0, tail = some ? state.tail[i] * share : 0.0;
-        tail_weight[i] = tail > most ? most : tail;
-        tail_p2[i] = some ? state.tail2[i] * share * share : 0.0;
-        tail_p3[i] = some ? state.tail3[i] * share * share * share : 0.0;
-        logit_mean[i] = some ? state.logits.mean(i) : NAN;
-        logit_variance[i] = some ? state.logits.m2[i] * per_key : NAN;
-        score_max[i] = scores && some ? state.score_top[i] : top;
-        score_variance[i] = scores && some ? state.scores.m2[i] * per_key : logit_variance[i];
-        sink_weight[i] = 0.0;
-    }
+    describe_rows(state, log_total, scores, row);
     // Only nearly uniform rows come close to ln n, which is the library's, as callers compute it.
     for (int i = 0; i < rows; ++i) {
         const double count = state.logits.count[i];
-        if (1.0 + state.tail[i] > 0.99 * count && count > 0 && entropy[i] > std::log(count))
-            entropy[i] = std::log(count);
+        if (1.0 + state.tail[i] > 0.99 * count && count > 0 && row.entropy[i] > std::log(count))
+            row.entropy[i] = std::log(count);
     }
-#define SQRTDK_FIELD(name) __builtin_memcpy(to.name + at, name, size_t(rows) * sizeof(name[0]));
+#define SQRTDK_FIELD(name) __builtin_memcpy(to.name + at, row.name, size_t(rows) * sizeof(row.name[0]));
     SQRTDK_ROW_COUNTS(SQRTDK_FIELD)
     SQRTDK_ROW_MEASURES(SQRTDK_FIELD)
 #undef SQRTDK_FIELD

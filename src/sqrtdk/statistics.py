@@ -230,7 +230,7 @@ class AttentionStatistics(Shown):
         blocks = self.__dict__.get("_blocks")
         if blocks is None:
             arrays = [_on_host(getattr(self, name), np.float64) for name in ROW_FIELDS]
-            blocks = np.stack(arrays[:2]).astype(np.int64), np.stack(arrays[2:])
+            blocks = np.stack(arrays[: len(COUNTS)]).astype(np.int64), np.stack(arrays[len(COUNTS) :])
         return AttentionStatistics.from_blocks(
             _on_host(blocks[0], np.int64),
             _on_host(blocks[1], np.float64),
@@ -329,7 +329,7 @@ COUNTS, MEASURES = (
 """The fields that hold an integer per row, and those that hold a float64 number."""
 
 ROW_FIELDS = (*COUNTS, *MEASURES)
-"""The fields that hold a number per row, in the order of the blocks and of kernel.h."""
+"""The fields that hold a number per row, in the order of the blocks and of row_statistics.h."""
 
 ROW_STATISTICS = (
     *ROW_FIELDS,

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from sqrtdk.statistics import ROW_FIELDS
+
 ROOT = Path(__file__).parents[2]
 MAKER = runpy.run_path(str(ROOT / "docs" / "make_architecture.py"))
 RECIPES = dict(MAKER["read_recipes"]())
@@ -52,6 +54,12 @@ def test_a_field_of_a_call_touches_at_most_ten_sources():
     sources = {name for word in ("alibi", "ALiBi") for name in MAKER["list_sources"](word)}
     # Recognising other libraries' models is no part of the call.
     assert 0 < len({name for name in sources if "/torch/watch/" not in name}) <= 10
+
+
+def test_a_row_statistic_touches_three_sources():
+    by_name = [set(MAKER["list_sources"](name)) for name in ROW_FIELDS]
+    listing = ["kernel/row_statistics.h", "src/sqrtdk/operation/engines/row_statistics.py", "src/sqrtdk/statistics.py"]
+    assert sorted(set.intersection(*by_name)) == listing
 
 
 def test_folders_of_tests_mirror_the_source():

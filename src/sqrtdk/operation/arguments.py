@@ -112,6 +112,10 @@ def _validate_arrays(q: npt.ArrayLike, k: npt.ArrayLike, v: npt.ArrayLike) -> tu
     return query, key, value
 
 
+def _are_finite(array: Array) -> bool:
+    return 0 not in np.isfinite(array).tobytes()  # for a few numbers an eighth of the time of `all`
+
+
 def _learn(dtype: np.dtype[Any]) -> bool:
     if dtype.name in FLOATS:
         _CODES[dtype] = FLOATS.index(dtype.name)
@@ -240,10 +244,11 @@ def validate_softcap(softcap: float) -> float:
 
 def broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
     """Return whether arrays of one shape broadcast to another."""
-    # np.broadcast_to would do the same, in half the time of a small call.
-    return len(shape) <= len(to) and all(
-        own == 1 or own == other for own, other in zip(reversed(shape), reversed(to), strict=False)
-    )
+    # np.broadcast_to would do the same, in half the time of a small call. A loop takes half the time of `all`.
+    for own, other in zip(reversed(shape), reversed(to), strict=False):
+        if own != 1 and own != other:
+            return False
+    return len(shape) <= len(to)
 
 
 def _validate_mask(mask: npt.ArrayLike, shape: tuple[int, ...]) -> Array:
@@ -280,8 +285,11 @@ def check_per_head(check: Callable[[str, Any, Any], Any], per_head: PerHead, que
     """Return the fields of `PER_HEAD` as `check(name, argument, query)` returns them; None for the absent ones."""
     if per_head is None:
         return NONE_PER_HEAD
-    get = per_head.get
-    return [None if (given := get(name)) is None else check(name, given, query) for name in PER_HEAD]
+    checked = []
+    for name in PER_HEAD:
+        given = per_head.get(name)
+        checked.append(None if given is None else check(name, given, query))
+    return checked
 
 
 def require_per_head_shape(name: str, shape: tuple[int, ...], query: tuple[int, ...]) -> tuple[int, ...]:
@@ -318,7 +326,7 @@ def _validate_per_head(name: str, given: npt.ArrayLike, query: tuple[int, ...]) 
         raise InvalidTypeError(name, f"must be floating, one {FIELDS[name].per_head} per query head, got {array.dtype}")
     shape, wide = require_per_head_shape(name, array.shape, query), array.astype(np.float64)
     wide = wide if shape == array.shape else wide.reshape(shape)
-    if not np.isfinite(wide).all():
+    if not _are_finite(wide):
         raise InvalidValueError(name, f"must be finite, got {given!r}")
     return wide
 
@@ -345,7 +353,7 @@ def _validate_scale(
     if array.dtype.name not in FLOATS and array.dtype.kind not in "iu":
         raise InvalidTypeError(name, f"must be a number, an array, a policy or its name, got {given!r}")
     array = array.astype(np.float64)
-    if not np.isfinite(array).all():
+    if not _are_finite(array):
         raise InvalidValueError(name, f"must be finite, got {given!r}")
     if not array.ndim:
         return policy, None, float(array)

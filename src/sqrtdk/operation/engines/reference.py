@@ -207,7 +207,7 @@ def attend(rows: Rows, *, statistics: bool = True) -> Attended:
         visible = np.broadcast_to(rows.visible, soft.logits.shape)
         scores = None if soft.squashed is None and rows.bias is None else soft.scores
         sink = None if rows.sink is None else rows.sink[..., 0]
-        return Attended(output, soft.weights, AttentionStatistics(*describe(soft.logits, scores, visible, sink)))
+        return Attended(output, soft.weights, AttentionStatistics(**describe(soft.logits, scores, visible, sink)))
 
 
 class RowGradients(NamedTuple):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
+from sqrtdk.statistics import ROW_FIELDS
 from sqrtdk.theory.softmax import namespace_of
 
 
-def describe(logits: Any, scores: Any, visible: Any, sink: Any) -> list[Any]:
-    """Return the fields of `AttentionStatistics` for each row, in their order.
+def describe(logits: Any, scores: Any, visible: Any, sink: Any) -> dict[str, Any]:
+    """Return the fields of `AttentionStatistics` for each row, by name.
 
     Args:
         logits: `[..., L, S]`, −inf where not visible.
@@ -43,35 +46,30 @@ def describe(logits: Any, scores: Any, visible: Any, sink: Any) -> list[Any]:
     tail_p2, tail_p3 = (tail * tail).sum(-1) / total**2, (tail * tail * tail).sum(-1) / total**3
     poison = xp.where(some, top * 0.0, 0.0)  # NaN where a visible logit is NaN or the largest is infinite
     nothing = xp.zeros_like(rest)
-    return [
-        count,
-        xp.where(some, at, -1),
-        top,
-        logsumexp,
-        xp.where(some, entropy, nothing) + poison,
-        xp.where(some, rest / total, nothing) + poison,
-        xp.where(some, tail_p2, nothing) + poison,
-        xp.where(some, tail_p3, nothing) + poison,
-        mean,
-        variance,
-        score_max,
-        score_variance,
-        nothing if sink is None else 1.0 / (1.0 + xp.exp(logsumexp - sink)),
-    ]
-
-
-BLIND_COUNTS = (0, -1)
-_NAN = float("nan")
-BLIND_NUMBERS = (-float("inf"), -float("inf"), 0.0, 0.0, 0.0, 0.0, _NAN, _NAN, -float("inf"), _NAN, 0.0)
-"""Results of `describe` for a row that sees nothing: counts, then numbers; with a sink the last one is 1."""
+    return {
+        "visible_keys": count,
+        "max_key": xp.where(some, at, -1),
+        "max_logit": top,
+        "logsumexp": logsumexp,
+        "entropy": xp.where(some, entropy, nothing) + poison,
+        "tail_weight": xp.where(some, rest / total, nothing) + poison,
+        "tail_p2": xp.where(some, tail_p2, nothing) + poison,
+        "tail_p3": xp.where(some, tail_p3, nothing) + poison,
+        "logit_mean": mean,
+        "logit_variance": variance,
+        "score_max": score_max,
+        "score_variance": score_variance,
+        "sink_weight": nothing if sink is None else 1.0 / (1.0 + xp.exp(logsumexp - sink)),
+    }
 
 
 def describe_blind(counts: Any, measures: Any, has_sinks: bool) -> None:
     """Write the statistics of rows that see nothing into the blocks of integers and of numbers."""
-    for field, value in zip((*counts, *measures), (*BLIND_COUNTS, *BLIND_NUMBERS), strict=True):
-        field[...] = value
-    if has_sinks:
-        measures[-1][...] = 1.0
+    no_keys = np.empty((1, 0))
+    with np.errstate(invalid="ignore"):
+        described = describe(no_keys, None, no_keys > 0, 0.0 if has_sinks else None)
+    for field, name in zip((*counts, *measures), ROW_FIELDS, strict=True):
+        field[...] = described[name].item()
 
 
 def _key_numbers(xp: Any, logits: Any) -> Any:

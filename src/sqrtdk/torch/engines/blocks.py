@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sqrtdk.backends import Plan
 from sqrtdk.operation.call import BY_ROW, Backward, Call, Forward, GradientRequest, Wanted
-from sqrtdk.statistics import COUNTS, MEASURES
+from sqrtdk.statistics import COUNTS, MEASURES, ROW_FIELDS
 from sqrtdk.torch.arguments import without_autocast
 from sqrtdk.torch.engines.softmax import (
     Softmax,
@@ -91,8 +91,9 @@ def _attend(call: Call, wanted: Wanted) -> Forward:
                     to_weights[n, h, i, j] += soft.weights.flatten(1, 2).to(query.dtype)
                 if to_fields:
                     seeing = visible.any(dim=-1).flatten(1, 2)
-                    for field, values in zip(to_fields, describe_block(block, soft, j.start), strict=True):
-                        own = values.flatten(1, 2).to(field.dtype)
+                    described = describe_block(block, soft, j.start)
+                    for field, name in zip(to_fields, ROW_FIELDS, strict=True):
+                        own = described[name].flatten(1, 2).to(field.dtype)
                         field[n, h, i] = own if part == 0 else torch.where(seeing, own, field[n, h, i])
     return Forward(output, measures, counts, weights)
 

@@ -108,14 +108,15 @@ def drop(weights: Tensor, block: Block) -> Tensor:
     return torch.where(block.keep, weights * block.growth, 0.0)
 
 
-def describe_block(block: Block, soft: Softmax, first_key: int) -> list[Tensor]:
-    """Return the statistics of a block's rows in the order of `AttentionStatistics`; keys count from `first_key`."""
+def describe_block(block: Block, soft: Softmax, first_key: int) -> dict[str, Tensor]:
+    """Return the statistics of a block's rows, by name; keys count from `first_key`."""
     wide = wide_dtype(block.q.device)
     visible = visible_like(block, soft.logits.shape)
     scores = None if soft.squashed is None and block.bias is None else soft.scores.to(wide)
     sink = None if block.sink is None else block.sink[..., 0].to(wide)
     described = describe(soft.logits.to(wide), scores, visible, sink)
-    described[1] = torch.where(described[1] < 0, -1, described[1] + first_key)
+    key = described["max_key"]
+    described["max_key"] = torch.where(key < 0, -1, key + first_key)
     return described
 
 

@@ -112,9 +112,9 @@ def _describe(call: Call, block: Block, soft: Softmax, poison: Tensor) -> tuple[
     """Return counts and numbers of every row; the numbers are NaN in a row that sees NaN or infinity."""
     with without_derivatives():
         fields = describe_block(block, soft, 0)
-        integers, numbers = fields[: len(COUNTS)], fields[len(COUNTS) :]
-        counts = torch.stack([x.flatten(1, 2).reshape(call.rows) for x in integers])
-        measures = torch.stack([(x * poison[..., 0]).flatten(1, 2).reshape(call.rows) for x in numbers])
+        counts = torch.stack([fields[name].flatten(1, 2).reshape(call.rows) for name in COUNTS])
+        numbers = [fields[name] * poison[..., 0] for name in MEASURES]
+        measures = torch.stack([x.flatten(1, 2).reshape(call.rows) for x in numbers])
     return counts, measures
 
 
