@@ -252,6 +252,37 @@ void summarise(nb::handle counts_array, nb::handle measures_array, nb::handle pr
     raise_unless_ok(status, "");
 }
 
+// Adds up the lengths of vectors [B, H, L, D] and [B, G, S, D]; False if the sums are not finite, or if the vectors are
+// not contiguous numbers of float32 or float64.
+bool add_up_lengths(int dtype, nb::handle queries_array, nb::handle keys_array, double scale, double width,
+                    nb::handle sums_array) {
+    const View q(queries_array), k(keys_array), sums(sums_array, writable);
+    const auto strided = [](const View& x) {
+        return sqrtdk::KeyValue{x.data(), x.stride(4), x.stride(3), x.stride(2), x.stride(1)};
+    };
+    const sqrtdk::Lengths call{
+        sqrtdk::Dtype(dtype),
+        q.size(4),
+        q.size(3),
+        k.size(3),
+        q.size(2),
+        k.size(2),
+        q.size(1),
+        strided(q),
+        strided(k),
+        scale,
+        width,
+        static_cast<double*>(sums.data()),
+    };
+    const bool is_dense = q.size(1) == 1 || (call.q.d == 1 && call.k.d == 1);
+    const bool is_known = call.dtype == sqrtdk::Dtype::float32 || call.dtype == sqrtdk::Dtype::float64;
+    if (!is_dense || !is_known || !q.is_aligned() || !k.is_aligned()) {
+        return false;
+    }
+    const ReleasedGil released;
+    return sqrtdk::add_up_lengths(call);
+}
+
 nb::tuple make_tuple(std::initializer_list<const char*> names) {
     nb::list result;
     for (const char* name : names) {
@@ -297,6 +328,8 @@ NB_MODULE(_kernel, module) {
                nb::arg("edges_below"), nb::arg("count"), nb::arg("moments"), nb::arg("ends"), nb::arg("filled"),
                nb::arg("numbers"), nb::arg("offsets"), nb::arg("share_sum"), nb::arg("sequences"),
                "Moments, histograms and most attended keys of rows, per head.");
+    module.def("add_up_lengths", &add_up_lengths, nb::arg("dtype"), nb::arg("queries"), nb::arg("keys"),
+               nb::arg("scale"), nb::arg("width"), nb::arg("sums"), "Sums of query lengths and key spread, per head.");
     module.def("levels", &list_levels, "The CPU levels compiled in, best first: (name, runs here).");
     module.def("best_level", [] { return sqrtdk::best_level(); }, "The best level that runs here.");
     module.def("probe_fma", &sqrtdk::probe_fma, nb::arg("level"), nb::arg("threads"), nb::call_guard<ReleasedGil>(),

@@ -168,6 +168,19 @@ struct Summary {
 };
 Status summarise(const Summary& call);
 
+// Vectors [N, G, S, D] of one dtype, contiguous along D, whose lengths are added up per query head: of queries, with
+// G = heads, and of keys.
+struct Lengths {
+    Dtype dtype;  // float32 or float64
+    int64_t batch, heads, groups, queries, keys, d_k;
+    KeyValue q, k;
+    double scale;
+    double width;  // by which squared key lengths are divided
+    double* sums;  // [6, heads]: CauseSums in score_sums.py says what they mean
+};
+// False if a sum is not finite, or if memory was not to be had.
+bool add_up_lengths(const Lengths& call);
+
 // Run one pass on the named CPU level. Inputs are only read.
 Status forward(const Forward& call, const char* level);
 Status backward(const Backward& call, const char* level);

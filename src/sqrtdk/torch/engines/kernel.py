@@ -21,7 +21,9 @@ from sqrtdk.statistics import COUNTS, MEASURES
 from sqrtdk.torch.engines.openmp import find_team
 from sqrtdk.torch.internals import is_recorded, is_unobserved
 
-_CODES = {getattr(torch, name): code for code, name in enumerate(FLOATS)}
+DTYPE_CODES = {getattr(torch, name): code for code, name in enumerate(FLOATS)}
+"""The numbers of dtypes in kernel.h."""
+
 # Arguments of `record` for a plain call: output, saved, factor, last.
 Plain = tuple[Tensor, npt.NDArray[np.float64] | None, float, int]
 _View = tuple[int, int, tuple[int, ...], tuple[int, ...]]
@@ -157,7 +159,7 @@ class TensorKernel(KernelCaller):
                 plan.level,
                 threads if threads < MAX_THREADS else MAX_THREADS,
                 find_team(),
-                _CODES[dtype],
+                DTYPE_CODES[dtype],
                 NO_MASK,
                 (at_query, item, shape, query.stride()),
                 (at_key, item, others, key.stride()),
@@ -194,9 +196,9 @@ def _make_statistics(query: Tensor, rows: tuple[int, ...]) -> tuple[Tensor, Tens
 def _as_problem(call: Call) -> tuple[Any, ...]:
     mask, mask_kind = call.mask, NO_MASK
     if mask is not None:
-        mask_kind = kind_of_mask(None if mask.dtype == torch.bool else _CODES[mask.dtype])
+        mask_kind = kind_of_mask(None if mask.dtype == torch.bool else DTYPE_CODES[mask.dtype])
     views = [None if x is None else _view(x) for x in call.arrays]
-    return pack(call, _CODES[call.query.dtype], mask_kind, views)
+    return pack(call, DTYPE_CODES[call.query.dtype], mask_kind, views)
 
 
 def _view(tensor: Tensor) -> _View:

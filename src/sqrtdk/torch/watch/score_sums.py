@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from sqrtdk import HeadSummary
+from sqrtdk.compiled import load_kernel
 from sqrtdk.diagnosis.score_size import CauseSplit
 from sqrtdk.summary.heads import Array
+from sqrtdk.torch.engines.kernel import DTYPE_CODES
 from sqrtdk.torch.internals import unseen
 from sqrtdk.torch.watch.recognise.calls import SeenCall
 
@@ -49,12 +51,12 @@ def read_causes(call: SeenCall, tokens: Tensor | None, dimension: int) -> Tensor
         dimension: dₖ, not counting padding columns.
     """
     with unseen():
+        if not isinstance(call.scale, Tensor) and (tokens is None or bool(tokens.all())):
+            sums = _add_up(call.q, call.k, call.scale, dimension)
+            if sums is not None:
+                return sums
         heads, groups = call.q.shape[1], call.k.shape[1]
         queries, keys = _thin(call.q), _thin(call.k)
-        if queries.is_cpu and not isinstance(call.scale, Tensor) and (tokens is None or bool(tokens.all())):
-            sums = _add_up(queries.numpy(), keys.numpy(), call.scale, dimension)
-            if sums is not None:
-                return torch.from_numpy(sums)
         squares = queries.square().sum(dim=-1)  # [B, H, n]
         factor = call.scale
         if isinstance(factor, Tensor):
@@ -79,26 +81,30 @@ def read_causes(call: SeenCall, tokens: Tensor | None, dimension: int) -> Tensor
         )
 
 
-def _add_up(q_BHnD: Array, k_BGnD: Array, scale: float, dimension: int) -> Array | None:
-    """Return the sums if all tokens count and all sums are finite, else None. Takes a third of the time."""
-    (batch, heads, queries, _), (groups, keys) = q_BHnD.shape, k_BGnD.shape[1:3]
-    if keys < 2:
+def _add_up(q_BHLD: Tensor, k_BGSD: Tensor, scale: float, dimension: int) -> Tensor | None:
+    """Return the sums if all tokens count, by the kernel in a fifth of the time; None where the kernel cannot."""
+    kernel, _ = load_kernel()
+    code = DTYPE_CODES.get(q_BHLD.dtype)
+    is_in_memory = q_BHLD.is_cpu and k_BGSD.is_cpu and q_BHLD.data_ptr() and k_BGSD.data_ptr()
+    if kernel is None or code is None or q_BHLD.dtype is not k_BGSD.dtype or not is_in_memory or k_BGSD.shape[-2] < 2:
         return None
-    sums = np.empty((6, heads))
-    with np.errstate(over="ignore", invalid="ignore"):
-        squares = np.einsum("bhnd,bhnd->bhn", q_BHnD, q_BHnD)
-        sums[0], sums[3] = batch * queries, batch
-        sums[1] = np.sqrt(squares).sum(axis=(0, 2))
-        sums[2] = squares.sum(axis=(0, 2)) * scale**2
-        for at, one in ((4, k_BGnD - k_BGnD.mean(axis=2, keepdims=True)), (5, k_BGnD)):
-            of_keys = np.einsum("bgnd,bgnd->bg", one, one).sum(axis=0) / (keys * dimension)
-            sums[at].reshape(groups, -1)[:] = of_keys[:, None]
-    return sums if np.isfinite(sums).all() else None
+    sums = np.empty((6, q_BHLD.shape[1]))
+    views = []
+    for x in (q_BHLD, k_BGSD):
+        step, (*outer, row, entry) = _step(x), x.stride()
+        views.append(
+            (x.data_ptr(), x.itemsize, (*x.shape[:2], -(-x.shape[2] // step), x.shape[3]), (*outer, row * step, entry))
+        )
+    return torch.from_numpy(sums) if kernel.add_up_lengths(code, *views, scale, dimension, sums) else None
+
+
+def _step(x_BHLD: Tensor) -> int:
+    return -(-x_BHLD.shape[-2] // _MOST_TOKENS)
 
 
 def _thin(x_BHLD: Tensor) -> Tensor:
     """Return evenly spaced tokens of each sequence, in float32 or wider."""
-    step = -(-x_BHLD.shape[-2] // _MOST_TOKENS)
+    step = _step(x_BHLD)
     thin = x_BHLD.detach() if step < 2 else x_BHLD.detach()[..., ::step, :]
     return thin.float() if thin.element_size() < 4 else thin
 
