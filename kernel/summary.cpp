@@ -53,7 +53,7 @@ struct Row {
 // Counts the finite values [n] of one statistic and head into the results of group `group`.
 class Groups {
   public:
-    explicit Groups(const Summary& call) : call_(call), numbers_(size_t(call.bins), 0) { call.ends[0] = 0; }
+    explicit Groups(const Summary& call) : call_(call), numbers_(2 * size_t(call.bins), 0) { call.ends[0] = 0; }
 
     void add(int64_t group, const double* values, int64_t n) {
         double sum[lanes] = {}, least = infinity, largest = -infinity;
@@ -79,7 +79,7 @@ class Groups {
         call_.m2[group] = add_up(square);
         call_.least[group] = least;
         call_.largest[group] = largest;
-        call_.ends[group + 1] = write_bins(call_.ends[group], values, n);
+        call_.ends[group + 1] = n == 0 ? call_.ends[group] : write_bins(call_.ends[group], values, n, least, largest);
     }
 
   private:
@@ -108,28 +108,27 @@ class Groups {
         return bin + (call_.next_edge[bin] <= x);
     }
 
-    // Appends the bins that are not empty, and returns the end of all entries.
-    int64_t write_bins(int64_t to, const double* values, int64_t n) {
-        int64_t first = call_.bins, last = -1;
+    // Appends the bins that are not empty, and returns the end of all entries. Bins are in the order of their numbers.
+    int64_t write_bins(int64_t to, const double* values, int64_t n, double least, double largest) {
+        const int64_t first = find_bin(least), last = find_bin(largest);
+        // Neighbours often share a bin: two counters in turn, for one would wait for itself.
+        int32_t* const counters[2] = {numbers_.data(), numbers_.data() + call_.bins};
         for (int64_t i = 0; i < n; ++i) {
-            const int64_t bin = find_bin(values[i]);
-            ++numbers_[size_t(bin)];
-            first = std::min(first, bin);
-            last = std::max(last, bin);
+            ++counters[i % 2][find_bin(values[i])];
         }
         for (int64_t bin = first; bin <= last; ++bin) {
-            int64_t& number = numbers_[size_t(bin)];
+            const int64_t number = int64_t(counters[0][bin]) + counters[1][bin];
             if (number) {
                 call_.filled[to] = int16_t(bin);
                 call_.numbers[to++] = number;
-                number = 0;
+                counters[0][bin] = counters[1][bin] = 0;
             }
         }
         return to;
     }
 
     const Summary& call_;
-    std::vector<int64_t> numbers_;
+    std::vector<int32_t> numbers_;  // [2, bins]
 };
 
 // Most attended keys of one head: offsets from the query's own position, and the share of the commonest key.

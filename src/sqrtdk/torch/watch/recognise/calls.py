@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sqrtdk.statistics import ROW_FIELDS, AttentionStatistics
 from sqrtdk.torch.functional import attention
-from sqrtdk.torch.internals import without_modes
+from sqrtdk.torch.internals import unseen
 from sqrtdk.torch.minus_infinity import hides, shows
 from sqrtdk.torch.watch.recognise.lineage import Lineage
 from sqrtdk.torch.watch.recognise.vectors import Span
@@ -92,7 +92,7 @@ def measure(call: SeenCall) -> AttentionStatistics:
         given = {"window": (0, None), "causal_offset": call.first}
     kind = call.q.device.type
     is_cast = torch.is_autocast_enabled(kind)
-    with without_modes(), torch.no_grad(), torch.autocast(kind, enabled=False) if is_cast else nullcontext():
+    with unseen(), torch.autocast(kind, enabled=False) if is_cast else nullcontext():
         q, k, mask = call.q.detach(), call.k.detach(), call.mask
         if call.logits is not None:
             # The logits are passed as a mask that is added to scores of 0.
