@@ -1,4 +1,5 @@
-// Summaries against plain loops: counts, sums, bins and most attended keys of random rows, with NaN and padding.
+// Summaries against plain loops: counts, sums, bins and most attended keys of random rows, with NaN and padding; and
+// sums of vector lengths.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -111,12 +112,42 @@ void try_shape(int64_t batch, int64_t heads, int64_t queries, bool has_padding, 
     }
 }
 
+// Vectors that fill their memory to its last number, so that a sanitizer sees a step too far.
+template <class T>
+void try_lengths(sqrtdk::Dtype dtype, std::mt19937& rng) {
+    const int64_t batch = 1 + rng() % 3, groups = 1 + rng() % 3, shared = 1 + rng() % 2, heads = groups * shared;
+    const int64_t queries = rng() % 5, length = 1 + rng() % 5, d_k = 1 + rng() % 20;
+    std::vector<T> q(size_t(batch * heads * queries * d_k)), k(size_t(batch * groups * length * d_k));
+    for (T& x : q) x = T(rng() % 1000) / 250 - 2;
+    for (T& x : k) x = T(rng() % 1000) / 250 - 2;
+    std::vector<double> sums(size_t(6 * heads));
+    const sqrtdk::KeyValue at_q{q.data(), heads * queries * d_k, queries * d_k, d_k, 1};
+    const sqrtdk::KeyValue at_k{k.data(), groups * length * d_k, length * d_k, d_k, 1};
+    const sqrtdk::Lengths call{dtype, batch, heads, groups, queries, length, d_k, at_q, at_k, 0.5, 3.0, sums.data()};
+    require(sqrtdk::add_up_lengths(call), "finite vectors have finite sums");
+    double squares = 0, expected = 0;
+    for (T x : q) expected += double(x) * double(x) / 4;
+    for (T x : k) squares += double(x) * double(x) / double(length) / 3 * double(shared);
+    for (int64_t head = 0; head < heads; ++head) {
+        expected -= sums[size_t(2 * heads + head)];
+        squares -= sums[size_t(5 * heads + head)];
+        require(sums[size_t(4 * heads + head)] <= sums[size_t(5 * heads + head)] * (1 + 1e-12), "spread <= square");
+    }
+    require(std::abs(expected) < 1e-9 && std::abs(squares) < 1e-9, "the squares of all vectors");
+    k.back() = T(INFINITY);
+    require(!sqrtdk::add_up_lengths(call), "an infinite sum is told");
+}
+
 }  // namespace
 
 int main() {
     std::mt19937 rng(20261118);
     for (int round = 0; round < 400; ++round) {
         try_shape(int64_t(rng() % 4), int64_t(1 + rng() % 3), int64_t(rng() % 40), round % 2 == 0, rng);
+    }
+    for (int round = 0; round < 200; ++round) {
+        try_lengths<float>(sqrtdk::Dtype::float32, rng);
+        try_lengths<double>(sqrtdk::Dtype::float64, rng);
     }
     std::puts("summary_test: ok");
 }
