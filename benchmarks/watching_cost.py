@@ -5,7 +5,8 @@
 Forward passes run in turn, in random order: plain, under `watch`, with attention that sqrtdk computes and measures in
 one pass ("fused"), and with `output_attentions=True` and the entropy of the returned weights. An observation every n
 steps costs (looked − plain) / (n · plain) on average. Intervals come from a bootstrap over rounds. Weights are random;
-nothing is downloaded. `--clip` also clips after each observation.
+nothing is downloaded. `--clip` also clips after each observation. `--generate N` times the generation of N tokens
+instead, plain and under `watch`, in CPU time.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,22 @@ def time_forwards(case: ModelCase, rounds: int) -> dict[str, list[float]]:
     return seconds
 
 
+def time_generation(case: ModelCase, rounds: int, count: int) -> dict[str, list[float]]:
+    """Return the CPU seconds of `generate` for the last tokens of a case, plain and watched, in random order."""
+    rng = np.random.default_rng(0)
+    (inputs,) = case.make_inputs(rng)
+    model, prompt = inputs.model.eval(), inputs.tokens[:, :-count]  # the model has no more positions than tokens
+    seconds: dict[str, list[float]] = {"plain": [], "passive": []}
+    for at in range(rounds + 1):
+        for way in rng.permutation(list(seconds)):
+            began = time.process_time()
+            with watch(model) if way == "passive" else nullcontext():
+                model.generate(prompt, max_new_tokens=count, min_new_tokens=count, do_sample=False)
+            if at:  # the first round warms up
+                seconds[way].append(time.process_time() - began)
+    return seconds
+
+
 def compare(seconds: dict[str, list[float]], way: str) -> dict[str, Any]:
     """Return the median of paired ratios to the plain way, with its 95% bootstrap interval."""
     ratios = np.array(seconds[way]) / np.array(seconds["plain"])
@@ -114,9 +131,17 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--every", type=int, default=100)
     parser.add_argument("--clip", type=float, default=None)
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--generate", type=int, default=None, metavar="N")
     parser.add_argument("--output", type=Path, default=None)
     given = parser.parse_args()
-    case = ModelCase(given.batch, given.tokens, layers=given.layers)
+    tokens = given.tokens + (given.generate or 0)
+    case = ModelCase(given.batch, tokens, layers=given.layers, heads=given.width // 64, width=given.width)
+    if given.generate is not None:
+        cost = compare(time_generation(case, given.rounds, given.generate), "passive")
+        low, high = cost["interval"]
+        print(f"generate, passive: {cost['ratio']:.3f} of the plain time (95%: {low:.3f} to {high:.3f})")
+        return
     forwards = time_forwards(case, given.rounds)
     watched = {way: compare(forwards, way) for way in forwards if way != "plain"}
     steps = time_steps(case, given.rounds, given.clip)

@@ -44,6 +44,8 @@ from sqrtdk.torch.watch.seen import Seen, SeenRows
 from sqrtdk.wording.numbers import write_number
 
 _EAGER = "compiled regions ran eagerly while watched"
+# Numbers of the repeated calls that are followed in the whole model.
+_WHOLE = frozenset(4**power for power in range(1, 32))
 
 
 def watch(model: nn.Module, *, keep_rows: int | None = None) -> AbstractContextManager[Seen]:
@@ -57,7 +59,7 @@ def watch(model: nn.Module, *, keep_rows: int | None = None) -> AbstractContextM
 
     After a call whose attention was all fused, such as the first of `generate`, later calls are followed for fused
     attention alone: where F.scaled_dot_product_attention is called, in modules that computed other fused attention
-    before, in new modules, and in calls 2, 4, 8 and so on in the whole model. Attention of another kind there, and a
+    before, in new modules, and in calls 4, 16, 64 and so on in the whole model. Attention of another kind there, and a
     module without its attention, are listed in `unattributed`, and calls after that are followed fully.
 
     Args:
@@ -249,7 +251,7 @@ class Watch(AbstractContextManager[Seen]):
         if self._known is not None and self._known.is_enough:
             thread.is_repeated = True
             # Now and then the whole model is observed, in case that another module computes attention now.
-            if self.seen.calls.bit_count() == 1:
+            if self.seen.calls in _WHOLE:
                 self._enter_fused(self._known)
         else:
             self._follow()
