@@ -9,6 +9,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -50,14 +51,24 @@ def sweep(specs: list[RunSpec], executor: Executor) -> Callable[[], object]:
     return lambda: Lab(None, executor).run(specs)
 
 
+def sweep_cold(specs: list[RunSpec], make_executor: Callable[[], Executor]) -> None:
+    """Train specs in a lab whose executor is started before and ended after, as a command does."""
+    with Lab(None, make_executor()) as lab:
+        lab.run(specs)
+
+
 def compare(
     first: Callable[[], object],
     second: Callable[[], object],
     pairs: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> str:
-    """Return the median and the range of the ratio of two times, each pair measured one right after the other."""
-    return describe([seconds_of(first, clock) / seconds_of(second, clock) for _ in range(pairs)])
+    """Return the median and the range of the ratio of two times; each pair is measured together, in random order."""
+    ratios = []
+    for _ in range(pairs):
+        times = {work: seconds_of(work, clock) for work in random.sample((first, second), 2)}
+        ratios.append(times[first] / times[second])
+    return describe(ratios)
 
 
 class NodeTimes(NamedTuple):
@@ -129,33 +140,46 @@ def describe(values: list[float], noun: str = "pairs") -> str:
     return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f}, {len(values)} {noun})"
 
 
+def compare_ray(specs: list[RunSpec], pairs: int) -> None:
+    """Measure Ray against processes, warm and with the start and the end of both, and print."""
+    processes, cluster = Processes(2), Ray("ray", workers=2)
+    for executor in (cluster, processes):
+        sweep([RunSpec(steps=5, seed=seed) for seed in range(2)], executor)()
+    runs = f"{len(specs)} runs of {specs[0].steps} steps"
+    warm = compare(sweep(specs, cluster), sweep(specs, processes), pairs)
+    print(f"{runs} on Ray / in 2 processes, both warm: {warm}", flush=True)
+    cluster.close()
+    processes.close()
+    on_ray, in_processes = partial(Ray, "ray", workers=2), partial(Processes, 2)
+    cold = compare(partial(sweep_cold, specs, on_ray), partial(sweep_cold, specs, in_processes), pairs)
+    print(f"{runs} on Ray / in 2 processes, start and end included: {cold}")
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--runs", type=int, default=12)
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--ray", action="store_true", help="also measure Ray, with runs of four times the steps")
+    parser.add_argument("--ray", action="store_true", help="only measure Ray against processes")
     parser.add_argument("--nodes", action="store_true", help="only measure a cluster of two nodes against one node")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    specs = [RunSpec(steps=options.steps, seed=seed) for seed in range(options.runs)]
     if options.nodes:
         print("\n".join(compare_nodes(options.steps, options.pairs)))
         return
-    specs = [RunSpec(steps=options.steps, seed=seed) for seed in range(12)]
+    if options.ray:
+        compare_ray(specs, options.pairs)
+        return
     train_bare(specs[0])  # warm
     # CPU time of this process: other load on the machine counts little.
     bare = compare(lambda: train(specs[0]), lambda: train_bare(specs[0]), options.pairs, time.process_time)
-    print(f"one run in the lab / in a bare loop, CPU time: {bare}", flush=True)
+    print(f"one run of {options.steps} steps in the lab / in a bare loop, CPU time: {bare}", flush=True)
     processes = Processes(2)
     sweep(specs[:2], processes)()  # warm
-    several = compare(lambda: [train_bare(spec) for spec in specs], sweep(specs, processes), max(options.pairs // 2, 1))
-    print(f"12 bare runs one after another / 12 runs of 2 processes: {several}", flush=True)
-    if options.ray:
-        longer = [RunSpec(steps=4 * options.steps, seed=seed) for seed in range(4)]
-        cluster = Ray("ray", workers=2)
-        sweep(specs[:2], cluster)()
-        print(f"Ray / processes: {compare(sweep(longer, cluster), sweep(longer, processes), options.pairs)}")
-        cluster.close()
+    several = compare(lambda: [train_bare(spec) for spec in specs], sweep(specs, processes), options.pairs)
+    print(f"{options.runs} bare runs one after another / the same in 2 processes of the lab: {several}")
     processes.close()
 
 

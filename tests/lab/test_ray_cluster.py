@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import warnings
+from dataclasses import replace
 
 import pytest
 
@@ -153,6 +154,21 @@ def test_a_cluster_of_this_machines_own_gives_the_local_table_and_ends(home, tru
         assert numbers(lab.run(SPECS)) == truth  # from the store
     assert not ray.is_initialized()
     assert told[-1].done == len(SPECS)
+
+
+@with_cluster
+def test_workers_of_one_sweep_serve_the_next(home):
+    def list_children(pid, name):
+        listed = subprocess.run(["ps", "-wwo", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True)
+        return {int(line.split()[0]) for line in listed.stdout.splitlines() if name in line}
+
+    with Lab(None, Ray("ray", workers=2)) as lab:
+        lab.run(SPECS[:4])
+        time.sleep(3.0)  # by default Ray ends an idle worker after one second
+        (raylet,) = list_children(os.getpid(), "raylet/raylet")
+        before = list_children(raylet, "ray::")
+        lab.run([replace(spec, seed=spec.seed + 100) for spec in SPECS[:4]])
+        assert list_children(raylet, "ray::") == before
 
 
 @with_cluster

@@ -78,6 +78,7 @@ class Ray:
         self._runtime_env = dict(runtime_env or {})
         self._is_connected = False
         self._nodes = NodeVersions(num_cpus)
+        self._mailbox: Any = None  # one sweep's serves the next: a new one would take a worker that has loaded torch
 
     def prepare(self) -> None:
         """Connect to the cluster, or start it.
@@ -94,9 +95,11 @@ class Ray:
         if self.on == "ray":
             # Nothing is told to anybody, and no page is served.
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            # Ray ends idle workers beyond one per CPU. The mailbox is a worker too, and a new one imports torch again.
-            kept = {"num_workers_soft_limit": self.workers + 1}
-            settings |= {"num_cpus": self.workers, "include_dashboard": False, "_system_config": kept}
+            # Ray ends workers beyond one per CPU after a second without a run, and the mailbox is one of them: the next
+            # sweep would load torch again. A higher limit would make Ray start a worker per waiting run, up to it.
+            # Ray's workers give way to all other processes (nice 15) unless told otherwise.
+            as_processes = {"idle_worker_killing_time_threshold_ms": 3_600_000, "worker_niceness": 0}
+            settings |= {"num_cpus": self.workers, "include_dashboard": False, "_system_config": as_processes}
         if self._runtime_env:
             settings["runtime_env"] = self._runtime_env
         try:
@@ -114,11 +117,9 @@ class Ray:
         if not sweep.pending:
             return
         import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         self.prepare()
-        beside_driver = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-        mailbox = ray.remote(_Mailbox).options(num_cpus=0, max_restarts=-1, scheduling_strategy=beside_driver).remote()
+        mailbox, self._mailbox = self._mailbox or _open_mailbox(), None
         train = ray.remote(_train).options(**self._options)
         running: dict[Any, RunSpec] = {}
         try:
@@ -131,10 +132,13 @@ class Ray:
                 if is_stopped():
                     self._stop(sweep, running, mailbox)
                     raise KeyboardInterrupt
+            _hear(sweep, (), mailbox)  # what is left there is of this sweep
+            self._mailbox = mailbox if self._is_connected else None
         finally:
             for task in running:
                 ray.cancel(task, force=True)
-            ray.kill(mailbox)
+            if self._mailbox is None:
+                ray.kill(mailbox)
 
     def close(self) -> None:
         """Leave the cluster, and end it if it was started here."""
@@ -142,7 +146,7 @@ class Ray:
             import ray
 
             ray.shutdown()
-            self._is_connected = False
+            self._is_connected, self._mailbox = False, None
 
     def _collect(self, sweep: Sweep, running: dict[Any, RunSpec], mailbox: Any) -> None:
         """Keep what has finished or was reported; runs whose worker or node died are pending again."""
@@ -225,6 +229,14 @@ class _Mailbox:
     def stop(self) -> None:
         """Let the next answers say that runs shall stop."""
         self._is_stopped = True
+
+
+def _open_mailbox() -> Any:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    beside_driver = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    return ray.remote(_Mailbox).options(num_cpus=0, max_restarts=-1, scheduling_strategy=beside_driver).remote()
 
 
 def _train(job: Job, mailbox: Any) -> tuple[RunRecord, dict[str, str], str] | None:
