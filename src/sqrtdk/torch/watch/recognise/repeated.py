@@ -99,8 +99,12 @@ class FusedOnly(DispatchMode):  # type: ignore[misc]
             if kind is _Kind.TELLING:
                 self._note_unlike(name)
             else:
-                local = {key: local_part(value) for key, value in kwargs.items()}
-                self._see(name, FUSED[name](bind(func, local_part(args), local)), local_part(result))
+                seen = result
+                if types:
+                    # For tensors distributed over a mesh, observe this process's part.
+                    args, seen = local_part(args), local_part(result)
+                    kwargs = {key: local_part(value) for key, value in kwargs.items()}
+                self._see(name, FUSED[name](bind(func, args, kwargs)), seen)
         except Exception as error:  # the model must keep running after any error here
             if errors.faults_are_raised:
                 raise
