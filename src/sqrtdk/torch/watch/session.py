@@ -54,8 +54,9 @@ def watch(model: nn.Module, *, keep_rows: int | None = None) -> AbstractContextM
     Inside the `with` block, every call of the model or of its modules is observed: F.scaled_dot_product_attention,
     nn.MultiheadAttention and the encoder's fast path, Hugging Face models, `sqrtdk.torch.attention`, and hand-written
     attention, from the product of queries and keys to the softmax. Calls outside the model do not count, nor does the
-    recomputation of a checkpoint. Compiled regions run eagerly meanwhile. The model is not changed. After the block,
-    even if an exception ends the block, everything is as before.
+    recomputation of a checkpoint. Compiled regions run eagerly meanwhile, and F.scaled_dot_product_attention is a
+    function that calls torch's. The model is not changed. After the block, even if an exception ends the block,
+    everything is as before.
 
     After a call whose attention was all fused, such as the first of `generate`, later calls are followed for fused
     attention alone: where F.scaled_dot_product_attention is called, in modules that computed other fused attention
