@@ -181,13 +181,7 @@ class Ray:
         return replace(record, row={**record.row, "trained_with": f"{difference.theirs} on {host}"})
 
     def _compare_nodes(self, sweep: Sweep, seconds: float = 0.0) -> None:
-        """Ask new nodes for their versions, and keep a record of the differences heard within some seconds.
-
-        The workers of a cluster that was started here have this environment. Waiting for an answer would let them load
-        torch one after another.
-        """
-        if self.on == "ray" and not self._runtime_env:
-            return
+        """Ask new nodes for their versions, and keep a record of the differences heard within some seconds."""
         self._nodes.ask()
         if self._nodes.hear(seconds):
             sweep.store.put_record(self._nodes.as_record(self.on))
