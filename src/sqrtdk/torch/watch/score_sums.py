@@ -82,7 +82,7 @@ def read_causes(call: SeenCall, tokens: Tensor | None, dimension: int) -> Tensor
 
 
 def _add_up(q_BHLD: Tensor, k_BGSD: Tensor, scale: float, dimension: int) -> Tensor | None:
-    """Return the sums if all tokens count, by the kernel in a fifth of the time; None where the kernel cannot."""
+    """Return the sums if all tokens count, computed by the kernel; None where the kernel cannot."""
     kernel, _ = load_kernel()
     code = DTYPE_CODES.get(q_BHLD.dtype)
     is_in_memory = q_BHLD.is_cpu and k_BGSD.is_cpu and q_BHLD.data_ptr() and k_BGSD.data_ptr()
