@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 from torch.nn.modules import module
 from torch.utils import _python_dispatch
@@ -51,7 +50,9 @@ _is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ig
 _functorch = torch._C._functorch
 _forward_ad: Any = forward_ad
 _graph_task = torch._C._current_graph_task_id
-_is_expired = cast(Callable[[int], bool], torch.UntypedStorage._expired)  # skips two Python functions
+_refer_weakly = cast(Callable[[torch.UntypedStorage], int], torch.UntypedStorage._weak_ref)
+_free_weak = cast(Callable[[int], None], torch.UntypedStorage._free_weak_ref)
+_is_expired = cast(Callable[[int], bool], torch.UntypedStorage._expired)
 _has_storage: Callable[[Tensor], bool] = torch._C._has_storage
 _PLAIN = (Tensor, torch.nn.Parameter)
 _FLEX = "torch.nn.attention.flex_attention"
@@ -334,9 +335,10 @@ def storage_address(tensor: Tensor) -> int:
     Under autograd a view is a separate tensor object, and only its storage shows that it is a view.
     """
     try:
-        return int((_values_of(tensor) if tensor.is_nested else tensor).untyped_storage()._cdata)
+        address: int = (_values_of(tensor) if tensor.is_nested else tensor).untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):  # sparse, nested and other wrapped tensors
         return 0
+    return address
 
 
 def count_changes(tensor: Tensor) -> int:
@@ -369,12 +371,20 @@ def _values_of(tensor: Tensor) -> Tensor:
 class WeakStorage:
     """Weak reference to a tensor's storage. While the reference exists, the storage address is not reused.
 
-    Two references are equal if they refer to the same storage, even after it is freed.
+    Two references are equal if they refer to the same storage, even after it is freed. It does in one object what
+    torch's class does in two.
     """
 
+    __slots__ = ("address",)
+
     def __init__(self, tensor: Tensor) -> None:
-        self.address = storage_address(tensor)
-        self._weak = StorageWeakRef(_values_of(tensor).untyped_storage())  # type: ignore[no-untyped-call]
+        self.address = 0
+        self.address = _refer_weakly((_values_of(tensor) if tensor.is_nested else tensor).untyped_storage())
+
+    def __del__(self, free: Callable[[int], None] = _free_weak) -> None:
+        # The function is bound here because names of the module may be gone when Python exits.
+        if self.address:
+            free(self.address)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, WeakStorage) and self.address == other.address
@@ -384,7 +394,7 @@ class WeakStorage:
 
     def is_gone(self) -> bool:
         """Return whether the storage has no other references."""
-        return _is_expired(self._weak.cdata)
+        return _is_expired(self.address)
 
 
 def name_arguments(function: Any) -> tuple[str, ...]:

@@ -75,8 +75,8 @@ def _count_columns(q: Tensor, k: Tensor) -> int:
     """Return dₖ, not counting columns that are zero throughout q or k, such as padding to a faster width."""
     if not q.numel() or not k.numel():
         return q.shape[-1]
-    # Padding is at the end, so a nonzero last column rules it out, mostly from the first tokens alone.
-    if all(bool(x[:, :, :1, -1].any()) or bool(x[..., -1].any()) for x in (q, k)):
+    # Padding is at the end, so a nonzero last column rules it out, mostly by its first entry.
+    if all(bool(x[0, 0, 0, -1]) or bool(x[..., -1].any()) for x in (q, k)):
         return q.shape[-1]
     used = q.flatten(0, -2).any(dim=0) & k.flatten(0, -2).any(dim=0)
     return int(used.sum()) or q.shape[-1]

@@ -74,21 +74,22 @@ class CallCounter:
 class Frame:
     """One running module call: its number, its arguments, and the recogniser's counts when the call began."""
 
-    __slots__ = ("_given", "args", "has_attended", "heads", "kwargs", "module", "number", "path", "products", "taken")
+    __slots__ = ("_given", "args", "has_attended", "kwargs", "module", "number", "path", "products", "stack", "taken")
 
     def __init__(
         self,
         number: int,
         module: nn.Module,
         path: str,
-        heads: int | None,
         products: int,
         taken: int,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        self.number, self.module, self.path, self.heads = number, module, path, heads
+        self.number, self.module, self.path = number, module, path
         self.products, self.taken = products, taken
+        # The running modules up to this one in the recogniser's form, once they are asked for.
+        self.stack: Any = None
         self.args, self.kwargs = args, kwargs
         self.has_attended = False
         self._given: dict[str, Any] | None = None

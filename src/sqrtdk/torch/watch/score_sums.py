@@ -84,17 +84,22 @@ def read_causes(call: SeenCall, tokens: Tensor | None, dimension: int) -> Tensor
 def _add_up(q_BHLD: Tensor, k_BGSD: Tensor, scale: float, dimension: int) -> Tensor | None:
     """Return the sums if all tokens count, computed by the kernel; None where the kernel cannot."""
     kernel, _ = load_kernel()
-    code = DTYPE_CODES.get(q_BHLD.dtype)
-    is_in_memory = q_BHLD.is_cpu and k_BGSD.is_cpu and q_BHLD.data_ptr() and k_BGSD.data_ptr()
-    if kernel is None or code is None or q_BHLD.dtype is not k_BGSD.dtype or not is_in_memory or k_BGSD.shape[-2] < 2:
+    if kernel is None or not (q_BHLD.is_cpu and k_BGSD.is_cpu) or k_BGSD.shape[-2] < 2:
+        return None
+    views, kept, codes = [], [], set()
+    for x in (q_BHLD, k_BGSD):
+        step = _step(x)
+        if x.stride(-1) != 1 or x.itemsize < 4:
+            # The kernel reads vectors of contiguous float32 or float64 numbers; these are few.
+            x, step = _thin(x).contiguous(), 1
+        kept.append(x)
+        codes.add(DTYPE_CODES.get(x.dtype))
+        (batch, heads, rows, width), (*outer, row, entry) = x.shape, x.stride()
+        views.append((x.data_ptr(), x.itemsize, (batch, heads, -(-rows // step), width), (*outer, row * step, entry)))
+    code = codes.pop()
+    if codes or code is None or not all(x.data_ptr() for x in kept):
         return None
     sums = np.empty((6, q_BHLD.shape[1]))
-    views = []
-    for x in (q_BHLD, k_BGSD):
-        step, (*outer, row, entry) = _step(x), x.stride()
-        views.append(
-            (x.data_ptr(), x.itemsize, (*x.shape[:2], -(-x.shape[2] // step), x.shape[3]), (*outer, row * step, entry))
-        )
     return torch.from_numpy(sums) if kernel.add_up_lengths(code, *views, scale, dimension, sums) else None
 
 

@@ -113,8 +113,6 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.frames: list[Frame] = []
-        # The frames in the recogniser's form, None after they change.
-        self.stack: Stack | None = None
         self.calls = 0
         self.counter = CallCounter()
         self.recogniser: Recogniser | None = None
@@ -196,11 +194,7 @@ class Watch(AbstractContextManager[Seen]):
         recogniser = thread.recogniser
         products, taken = (0, 0) if recogniser is None else (recogniser.products, recogniser.taken)
         thread.calls += 1
-        if module not in self._heads:
-            self._heads[module] = read_heads(module)
-        path, heads = self._names[module], self._heads[module]
-        thread.frames.append(Frame(thread.calls, module, path, heads, products, taken, args, kwargs))
-        thread.stack = None
+        thread.frames.append(Frame(thread.calls, module, self._names[module], products, taken, args, kwargs))
 
     def end_module(self, running: int, output: Any, *, has_failed: bool) -> None:
         """Handle the end of a module call, also by an exception; `running` modules ran when the call began."""
@@ -213,7 +207,6 @@ class Watch(AbstractContextManager[Seen]):
         if thread.is_repeated and not has_failed and self._known is not None and len(thread.frames) > running:
             self._check_repeated(self._known, thread.frames[running])
         del thread.frames[running:]
-        thread.stack = None
         if thread.fused_from is not None and running <= thread.fused_from:
             self._leave_fused()
         if not thread.frames:
@@ -261,7 +254,7 @@ class Watch(AbstractContextManager[Seen]):
         """Follow all operations of this thread until the model call ends."""
         thread = self._thread
         if thread.recogniser is None:
-            thread.recogniser = Recogniser(self._take, self._locate, self._is_parameter, self._hear)
+            thread.recogniser = Recogniser(self._take, self._locate, self._name_running, self._is_parameter, self._hear)
         learnt = find_learnt(self._names)
         addresses = frozenset(map(storage_address, learnt))
         if addresses != self._parameters:
@@ -332,15 +325,36 @@ class Watch(AbstractContextManager[Seen]):
             thread.recogniser.end_call()
 
     def _locate(self) -> Stack:
-        thread = self._thread
-        if thread.stack is None:
-            frames = thread.frames
-            stack = tuple((frame.number, frame.path, frame.heads) for frame in frames)
-            if frames and isinstance(frames[-1].module, nn.TransformerEncoderLayer):
-                # The fast path computes the attention of `self_attn` without calling that module.
-                stack += ((frames[-1].number, f"{frames[-1].path}.self_attn".removeprefix("."), None),)
-            thread.stack = stack
-        return thread.stack
+        frames = self._thread.frames
+        if not frames:
+            return ()
+        running = frames[-1]
+        if running.stack is None:
+            stack: Stack = ()
+            for frame in frames:
+                if frame.stack is None:
+                    frame.stack = (*stack, (frame.number, frame.path, self._read_heads(frame.module)))
+                stack = frame.stack
+        assert running.stack is not None
+        if isinstance(running.module, nn.TransformerEncoderLayer):
+            return (*running.stack, (running.number, self._name_running(), None))
+        return running.stack
+
+    def _name_running(self) -> str:
+        """Return the path of the running module."""
+        frames = self._thread.frames
+        if not frames:
+            return ""
+        path = frames[-1].path
+        if isinstance(frames[-1].module, nn.TransformerEncoderLayer):
+            # The fast path computes the attention of `self_attn` without calling that module.
+            return f"{path}.self_attn".removeprefix(".")
+        return path
+
+    def _read_heads(self, module: nn.Module) -> int | None:
+        if module not in self._heads:
+            self._heads[module] = read_heads(module)
+        return self._heads[module]
 
     def _is_parameter(self, address: int) -> bool:
         return address in self._parameters or (self._is_sharded and self._is_gathered(address))

@@ -97,16 +97,13 @@ class KnownTensors:
             for name, value in known.items():
                 setattr(fact, name, value)
 
-    def origin_of(self, tensor: Tensor) -> WeakStorage | None:
+    def origin_of(self, tensor: Tensor, fact: KnownTensor | None) -> WeakStorage | None:
         """Return the storage of a tensor or of the tensor that it copies, or None without storage of its own.
 
         While the returned reference exists, the address is not reused for another tensor.
         """
-        if not storage_address(tensor):
-            return None
-        fact = self.look_up(tensor)
         if fact is None:
-            return WeakStorage(tensor)
+            return WeakStorage(tensor) if storage_address(tensor) else None
         return fact.weak if fact.origin is None else fact.origin
 
     def release(self, product: Product) -> None:

@@ -329,7 +329,7 @@ def _compare(x_BHLD: Tensor, lineage: Lineage, folded: float) -> LengthRatio:
         return LengthRatio(
             None, "", f"{width} columns were changed together ({changed}), {dimension} of them are a head's"
         )
-    old, new = (one.flatten()[one.flatten() > 0].to(wide) for one in (lengths, now))
+    old, new = (_keep_positive(one.flatten().to(wide)) for one in (lengths, now))
     if lengths.shape != now.shape:
         # The vectors may have been rearranged. A constant factor keeps their order by length.
         old, new = old.sort().values, new.sort().values
@@ -338,7 +338,7 @@ def _compare(x_BHLD: Tensor, lineage: Lineage, folded: float) -> LengthRatio:
     if old.numel() != new.numel() or not old.numel():
         return LengthRatio(None, "", f"{old.numel()} vectors of its projection became {new.numel()} ({changed})")
     ratios = new / old
-    least, largest = float(ratios.min()), float(ratios.max())
+    least, largest = map(float, ratios.aminmax())
     resolution = max(float(torch.finfo(lengths.dtype).eps), float(torch.finfo(x_BHLD.dtype).eps))
     if not math.isfinite(largest) or largest - least > max(_SPREAD * resolution, 1e-4) * largest:
         since = "norm" if lineage.normalised else "projection"
@@ -350,9 +350,16 @@ def _compare(x_BHLD: Tensor, lineage: Lineage, folded: float) -> LengthRatio:
     return LengthRatio(factor * float(ratios.median()), "lengths")
 
 
+def _keep_positive(lengths: Tensor) -> Tensor:
+    """Return the lengths above 0. A selection takes ten times as long or more as the check whether it is needed."""
+    return lengths if lengths.numel() and float(lengths.min()) > 0 else lengths[lengths > 0]
+
+
 def _put_together(pieces: tuple[Piece, ...]) -> tuple[Tensor, int, float] | None:
     """Return the lengths, total width and factor of adjacent pieces of one projection, or None if they differ."""
     if not pieces or len({(tuple(piece.lengths.shape), piece.factor) for piece in pieces}) > 1:
         return None
+    if len(pieces) == 1:
+        return pieces[0].lengths, pieces[0].width, pieces[0].factor
     square = sum((piece.lengths.square() for piece in pieces), start=torch.zeros(()).to(pieces[0].lengths))
     return square.sqrt(), sum(piece.width for piece in pieces), pieces[0].factor

@@ -21,9 +21,9 @@ def see_nested(watcher: Recogniser, name: str, args: Any, result: Tensor) -> boo
     if name == "aten::matmul":
         if first is not None and first.candidates:
             watcher.confirm(*first.candidates)
-            watcher.root(result, [])
+            watcher.root(result, None)
         else:
-            watcher.root(result, [], is_projection=False)
+            watcher.root(result, None, is_projection=False)
             q, k = (watcher.side_of(x) for x in args[:2])
             watcher.memory.note(result, factors=Factors(q, k, watcher.locate()))
         return True

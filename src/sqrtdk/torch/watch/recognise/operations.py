@@ -47,21 +47,18 @@ def _tensors(args: Any) -> list[Tensor]:
     return flat
 
 
-def _see_product(watcher: Recogniser, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+def _see_product(watcher: Recogniser, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> bool:
     if name in ("mm", "bmm"):
-        see_product(watcher, args[0], args[1], result)
-        return
+        return see_product(watcher, args[0], args[1], result)
     given = bind(func, args, kwargs)
     if name == "mv":
         # A vector is a matrix with one column. Its product with a learnt matrix is a projection.
         if watcher.is_learnt(given["self"]):
-            see_product(watcher, given["vec"][None], given["self"].t(), result[None])
-        else:
-            see_product(watcher, given["self"], given["vec"][:, None], result[:, None])
-    else:
-        one, other = ("batch1", "batch2") if name == "baddbmm" else ("mat1", "mat2")
-        alpha, beta = float(given["alpha"]), float(given["beta"])
-        see_product(watcher, given[one], given[other], result, alpha, given["self"], beta)
+            return see_product(watcher, given["vec"][None], given["self"].t(), result[None])
+        return see_product(watcher, given["self"], given["vec"][:, None], result[:, None])
+    one, other = ("batch1", "batch2") if name == "baddbmm" else ("mat1", "mat2")
+    alpha, beta = float(given["alpha"]), float(given["beta"])
+    return see_product(watcher, given[one], given[other], result, alpha, given["self"], beta)
 
 
 def _see_softmax(watcher: Recogniser, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -70,14 +67,16 @@ def _see_softmax(watcher: Recogniser, name: str, func: Any, args: Any, kwargs: A
         watcher.see_softmax(x, axis, result, name == "_safe_softmax")
 
 
-def _see_elementwise(watcher: Recogniser, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+def _see_elementwise(watcher: Recogniser, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> bool:
     output = result[0] if isinstance(result, tuple | list) else result
     if not isinstance(output, Tensor):
-        return
+        return False
     tensors = _tensors(args)
     known = _look_up_all(watcher, tensors)
-    folded = known[0][1].folded if known and known[0][0] is args[0] else 1.0
-    origin = watcher.memory.origin_of(args[0]) if name in ("clone", "_to_copy") else None
+    is_of_data = bool(known) and not all(fact.is_learnt for _, fact in known)
+    first = known[0][1] if known and known[0][0] is args[0] else None
+    folded = 1.0 if first is None else first.folded
+    origin = watcher.memory.origin_of(args[0], first) if name in ("clone", "_to_copy") else None
     if known and (output.is_floating_point() or output.is_complex()):
         _carry_on(watcher, name, func, args, kwargs, tensors, known, output)
     elif watcher.memory.look_up(output) is not None:
@@ -87,6 +86,7 @@ def _see_elementwise(watcher: Recogniser, name: str, func: Any, args: Any, kwarg
         watcher.memory.note(output, folded=float(args[1]))
     elif origin is not None and output.is_floating_point():
         watcher.memory.note(output, folded=folded, origin=origin)
+    return is_of_data
 
 
 def _look_up_all(watcher: Recogniser, tensors: list[Tensor]) -> list[Known]:
@@ -330,7 +330,8 @@ VIEWS = frozenset(
 """Operations whose output shares the memory of the input."""
 _ELEMENTWISE = CHANGES | COLUMNWISE | NORMS | REDUCTIONS | POWERS | WRITES | SELECTIONS
 
-Handler = Callable[["Recogniser", str, Any, Any, Any, Any], None]
+# True if the result is known to be computed from more than learnt tensors.
+Handler = Callable[["Recogniser", str, Any, Any, Any, Any], bool | None]
 
 
 def _name_handlers() -> Iterator[tuple[str, Handler, str]]:

@@ -32,21 +32,29 @@ def see_product(
     alpha: float = 1.0,
     added: Tensor | None = None,
     beta: float = 1.0,
-) -> None:
-    """Record a matrix product as weights times values, a projection, or scores."""
+) -> bool:
+    """Record a matrix product as weights times values, a projection, or scores.
+
+    Return whether a factor is known to be computed from more than learnt tensors.
+    """
+    is_of_data = False
     for one, other, axis in ((a, b, a.ndim - 1), (b, a, b.ndim - 2)):
         fact = watcher.memory.look_up(one)
-        if fact is not None and _see_values(watcher, fact, one, other, axis, output):
-            return
+        if fact is None:
+            continue
+        is_of_data = is_of_data or not fact.is_learnt
+        has_scores = fact.scores is not None or fact.candidates
+        if has_scores and _see_values(watcher, fact, one, other, axis, output):
+            return True
     has_bias = added is not None and added.ndim == 1
     plain = alpha == beta == 1.0 and (added is None or has_bias)
     is_learnt = watcher.is_learnt(b)
     projection = watcher.read_projection(b, output, added) if plain and is_learnt else None
     # Each head has its own weights, and all heads have the same tokens.
     per_head = is_learnt and b.ndim == 3 and b.shape[0] > 1 and b.stride(0) != 0 and a.stride(0) == 0
-    lineage = watcher.root(output, [a], projection, (-1, 0) if per_head else (-1,))
+    lineage = watcher.root(output, a, projection, (-1, 0) if per_head else (-1,))
     if is_learnt or has_bias or a.ndim not in (2, 3) or not output.is_floating_point():
-        return
+        return is_of_data
     q, k = (a, b.transpose(-1, -2)) if a.ndim == 3 else (a[None], b.t()[None])
     product = Product(
         watcher.side_of(a)._replace(vectors=q),
@@ -66,13 +74,12 @@ def see_product(
         scores=Scores(product, Layout.of(output, place), done),
         lineage=replace(lineage, is_projection=False) if product.is_followed else None,
     )
+    return is_of_data
 
 
 def _see_values(watcher: Recogniser, fact: KnownTensor, one: Tensor, other: Tensor, axis: int, output: Tensor) -> bool:
     """Return whether one side was weights or scores, which are multiplied with values or mixed between heads."""
     candidates, scores = fact.candidates, fact.scores
-    if scores is None and not candidates:
-        return False
     is_learnt = watcher.is_learnt(other)
     if scores is not None and not candidates:
         if scores.stage == "logits":
@@ -106,7 +113,7 @@ def _see_values(watcher: Recogniser, fact: KnownTensor, one: Tensor, other: Tens
     watcher.confirm(*met)
     if not any(candidate.is_softmax for candidate in candidates) and not met:
         return False
-    watcher.root(output, [])
+    watcher.root(output, None)
     if others is not None and others.candidates:
         watcher.memory.note(output, candidates=others.candidates)
     return True
@@ -130,7 +137,7 @@ def _see_mixing(watcher: Recogniser, scores: Scores, one: Tensor, axis: int, out
         return False  # a product used as features, and its projection
     trace = scores.trace.move(one, output) if output.shape == one.shape else None
     if trace is None:
-        watcher.root(output, [one], is_projection=False)
+        watcher.root(output, one, is_projection=False)
     else:
         mixed = replace(scores, layout=trace.lay_out(), done=(*scores.done, Done("mix", None)))
         watcher.memory.write(output, scores=mixed)
@@ -178,7 +185,7 @@ def see_filter(watcher: Recogniser, name: str, args: Any, output: Tensor) -> Non
     # A depthwise convolution keeps columns separate, so the heads are those of the projection before.
     by_column = name == "aten::convolution" and args[-1] == x.shape[1] > 1
     trace = resample(x, fact, output) if by_column else None
-    watcher.root(output, [x], None, columns, is_projection=not both)
+    watcher.root(output, x, None, columns, is_projection=not both)
     if trace is not None:
         watcher.memory.note(output, trace=trace)
 
@@ -229,6 +236,6 @@ def see_weighted(watcher: Recogniser, candidates: tuple[Candidate, ...], tensors
         sizes = zip(weights.shape, values.shape, output.shape, strict=False)
         if weights.ndim == values.ndim and any(own == 1 < size == whole for own, size, whole in sizes):
             watcher.confirm(*met)
-            watcher.root(output, [])
+            watcher.root(output, None)
             return True
     return False

@@ -7,7 +7,6 @@ to a head if only their lengths match those of the head's vectors over several t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -121,7 +120,7 @@ class Side(NamedTuple):
     # Width and projection of each joined part; None for columns without a projection.
     parts: tuple[tuple[int, Projection | None], ...]
     # Vectors `[n, H, D]` by the projection's number of tokens, in each possible token order.
-    vectors: dict[int, list[Tensor]]
+    vectors: dict[int, tuple[Tensor, ...]]
 
     @staticmethod
     def of(name: str, x_BHLD: Tensor, lineage: Lineage | None, newest: int | None) -> Side:
@@ -131,7 +130,7 @@ class Side(NamedTuple):
             return Side(name, heads, width, None, None, (), {})
         parts = _parts_of(lineage)
         counts = {one.count for one in _projections_of(lineage.projection, parts)}
-        vectors = {count: list(_vectors_at(x_BHLD.detach(), count, newest)) for count in counts}
+        vectors = {count: _vectors_at(x_BHLD.detach(), count, newest) for count in counts}
         return Side(name, heads, width, lineage.normalised, lineage.projection, parts, vectors)
 
 
@@ -223,7 +222,7 @@ def _match(side: Side, part: slice, projection: Projection) -> list[Columns] | s
     """Return the columns of a projection whose lengths match each head's vectors, or the reason if there are none."""
     outputs, heads = projection.outputs, side.heads
     reason = "its vectors could not be found among the tokens of its projection"
-    for whole in side.vectors.get(projection.count, []):
+    for whole in side.vectors.get(projection.count, ()):
         vectors = _without_zeros(whole[..., part])
         width = vectors.shape[-1]
         if width > outputs.shape[1]:
@@ -272,19 +271,30 @@ def _find_starts(outputs: Tensor, squares_NH: Tensor, width: int, step: int, res
     return starts
 
 
-def _vectors_at(x_BHLD: Tensor, count: int, newest: int | None) -> Iterator[Tensor]:
-    """Yield the vectors `[n, H, D]` of the tokens that a projection of `count` tokens keeps, in each possible order."""
+def _vectors_at(x_BHLD: Tensor, count: int, newest: int | None) -> tuple[Tensor, ...]:
+    """Return the vectors `[n, H, D]` of the tokens that a projection of `count` tokens keeps, in each possible order."""
     batch, _, length, _ = x_BHLD.shape
     if batch == 0 or count % batch or count > batch * length:
-        return
-    tokens = _tokens_of(count, x_BHLD.device)
+        return ()
+    sequences, positions = _places_of(count, batch, length, newest, x_BHLD.device)
+    return x_BHLD[sequences, :, positions].split(min(count, _TOKENS))
+
+
+@lru_cache(maxsize=64)
+def _places_of(
+    count: int, batch: int, length: int, newest: int | None, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return sequence and position of the kept tokens, in each possible order of tokens, one order after another."""
+    tokens = _tokens_of(count, device)
     own = count // batch
-    starts = [length - own] if newest is None else [length - own, newest]
-    for start in dict.fromkeys(starts):
+    orders = []
+    for start in dict.fromkeys([length - own] if newest is None else [length - own, newest]):
         if 0 <= start <= length - own:
-            yield x_BHLD[tokens // own, :, start + tokens % own]
+            orders.append((tokens // own, start + tokens % own))
             if batch > 1:
-                yield x_BHLD[tokens % batch, :, start + tokens // batch]
+                orders.append((tokens % batch, start + tokens // batch))
+    sequences, positions = (torch.cat(part) for part in zip(*orders, strict=True))
+    return sequences, positions
 
 
 @lru_cache(maxsize=64)

@@ -13,6 +13,7 @@ from sqrtdk import errors
 from sqrtdk.statistics import AttentionStatistics
 from sqrtdk.torch.internals import (
     DispatchMode,
+    WeakStorage,
     bind,
     is_in_backward,
     local_part,
@@ -60,6 +61,7 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
         self,
         take: Callable[[Candidate], None],
         locate: Callable[[], Stack],
+        path: Callable[[], str],
         is_parameter: Callable[[int], bool],
         hear: Callable[[str], None] = lambda name: None,
     ) -> None:
@@ -67,7 +69,8 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
         self.memory = KnownTensors()
         self.products = 0
         self.taken = 0
-        self.locate = locate
+        # The running modules, and the path of the innermost one.
+        self.locate, self.path = locate, path
         self._open = OpenCalls(take)
         # Numbers of the module calls that contain a norm.
         self._normalising: set[int] = set()
@@ -76,15 +79,16 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if is_in_backward():
-            return func(*args, **kwargs)
-        if torch.is_inference_mode_enabled() and hasattr(func, "decompose"):
+        if torch.is_inference_mode_enabled() and not is_in_backward() and hasattr(func, "decompose"):
             # In inference mode, composite operations are not decomposed before they arrive here.
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
         name = operator_name(func)
+        # Views are half of all operations. What is known of a tensor is known of its storage.
+        if name in VIEWS or is_in_backward():
+            return func(*args, **kwargs)
         if name == OWN:
             args = with_statistics(func, args)
         result = func(*args, **kwargs)
@@ -106,8 +110,6 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
         self.refuse(f"{what}: {type(error).__name__}: {words}".removesuffix(": "))
 
     def _look_at(self, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        if name in VIEWS:
-            return
         if name in TELLING:
             self._hear(name)
         if isinstance(result, Tensor) and result.is_nested and see_nested(self, name, args, result):
@@ -115,8 +117,8 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
         see = HANDLERS.get(name)
         if see is not None:
             handler, plain = see
-            handler(self, plain, func, args, kwargs, result)
-            self._see_learnt(args, result)
+            if not handler(self, plain, func, args, kwargs, result):
+                self._see_learnt(args, result)
         elif name in FUSED or name == FLEXIBLE:
             self._see_fused(name, func, args, kwargs, result)
         elif looks_like_attention(name):
@@ -160,7 +162,7 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
                     self.confirm(candidate)
                 except NotUnderstoodError as error:
                     self.refuse(str(error))
-        self.root(result[0] if isinstance(result, tuple | list) else result, [])
+        self.root(result[0] if isinstance(result, tuple | list) else result, None)
 
     def see_call(self, call: SeenCall, rows: AttentionStatistics | None = None) -> Candidate:
         """Return a candidate for a known call with its statistics, measured unless given.
@@ -184,42 +186,40 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
                 self.taken += 1
                 self._open.add(candidate)
 
-    @property
-    def path(self) -> str:
-        """Path of the running module."""
-        stack = self.locate()
-        return stack[-1][1] if stack else ""
-
     # Products
 
     def root(
         self,
         output: Tensor,
-        inputs: list[Tensor],
+        source: Tensor | None,
         projection: Projection | None = None,
         columns: tuple[int, ...] = (-1,),
         is_projection: bool = True,
     ) -> Lineage:
         """Return and record a new lineage for the output of a product. Every product is followed like a projection."""
-        near = frozenset(origin for tensor in inputs if (origin := self.memory.origin_of(tensor)) is not None)
-        lineages = [lineage for tensor in inputs if (lineage := self.memory.lineage_of(tensor)) is not None]
-        sources = near.union(*(lineage.sources for lineage in lineages)) if lineages else near
+        sources: frozenset[WeakStorage] = frozenset()
+        if source is not None:
+            fact = self.memory.look_up(source)
+            origin = self.memory.origin_of(source, fact)
+            near = sources if origin is None else frozenset((origin,))
+            sources = near if fact is None or fact.lineage is None else near | fact.lineage.sources
+            sources = sources if len(sources) <= _MOST_SOURCES else near
         self.products += 1
-        sources = sources if len(sources) <= _MOST_SOURCES else near
         lineage = Lineage(
-            self.path, sources, fresh=True, projection=projection, is_projection=is_projection, number=self.products
+            self.path(), sources, fresh=True, projection=projection, is_projection=is_projection, number=self.products
         )
         self.memory.write(output, lineage=lineage, trace=self._begin_trace(output, columns))
         return lineage
 
     def _begin_trace(self, output: Tensor, columns: tuple[int, ...]) -> Trace | None:
-        if output.is_nested or output.ndim < 2 or not output.numel():
+        entries = 0 if output.is_nested else output.numel()
+        if not entries or output.ndim < 2:
             return None
+        spot = Spot.of(output)
         width = 1
         for axis in columns:
-            width *= output.shape[axis]
-        origin = Origin(self.products, output.numel() // width, width)
-        return Trace(origin, Way(Projected(Spot.of(output), columns)))
+            width *= spot.shape[axis]
+        return Trace(Origin(self.products, entries // width, width), Way(Projected(spot, columns)))
 
     def read_projection(self, weight: Tensor, output: Tensor, bias: Tensor | None) -> Projection | None:
         """Return the projection by a parameter or by its copy in another dtype, or None for any other product."""
@@ -233,9 +233,12 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
 
     def _parameter_of(self, tensor: Tensor) -> int | None:
         """Return the address of the parameter that a tensor is or copies, or None if it is neither."""
+        address = storage_address(tensor)
+        if not address or self._is_parameter(address):
+            return address or None
         fact = self.memory.look_up(tensor)
-        address = storage_address(tensor) if fact is None or fact.origin is None else fact.origin.address
-        return address if address and self._is_parameter(address) else None
+        copied = None if fact is None or fact.origin is None else fact.origin.address
+        return copied if copied and self._is_parameter(copied) else None
 
     # Softmax
 
@@ -305,7 +308,7 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
         fact = self.memory.look_up(tensor)
         lineage = None if fact is None else fact.lineage
         if lineage is None and self._parameter_of(tensor) is not None:
-            lineage = Lineage(self.path)
+            lineage = Lineage(self.path())
         return Side(tensor, lineage, None if fact is None else fact.trace, 1.0 if fact is None else fact.folded)
 
     def add_bias(self, lineage: Lineage, bias: Tensor) -> Lineage:
