@@ -54,6 +54,10 @@ _refer_weakly = cast(Callable[[torch.UntypedStorage], int], torch.UntypedStorage
 _free_weak = cast(Callable[[int], None], torch.UntypedStorage._free_weak_ref)
 _is_expired = cast(Callable[[int], bool], torch.UntypedStorage._expired)
 _has_storage: Callable[[Tensor], bool] = torch._C._has_storage
+_mode_at: Callable[[int], object] = torch._C._get_dispatch_stack_at
+_push_mode: Callable[[object], None] = torch._C._push_on_torch_dispatch_stack
+_pop_mode: Callable[[None], object] = torch._C._pop_torch_dispatch_stack
+_LINEAR, _LINEAR_MODULE = functional.linear, torch.nn.Linear.forward
 _PLAIN = (Tensor, torch.nn.Parameter)
 _FLEX = "torch.nn.attention.flex_attention"
 
@@ -229,6 +233,27 @@ class FunctionCalls:
             functional.scaled_dot_product_attention = self._torchs
 
 
+def is_plain_linear(one: module.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a module call is torch's linear function of a plain tensor and nothing else, not even a hook."""
+    if type(one) is not torch.nn.Linear or kwargs or len(args) != 1 or type(args[0]) is not Tensor:
+        return False
+    x, own = args[0], one.__dict__
+    if x.ndim < 2 or x.is_nested or x.layout is not torch.strided:
+        return False
+    parameters = own["_parameters"]
+    bias = parameters.get("bias")
+    return (
+        type(parameters.get("weight")) is torch.nn.Parameter
+        and (bias is None or type(bias) is torch.nn.Parameter)
+        and not (own["_forward_hooks"] or own["_forward_pre_hooks"])
+        and not (own["_backward_hooks"] or own["_backward_pre_hooks"])
+        and not module._has_any_global_hook()
+        and "forward" not in own
+        and torch.nn.Linear.forward is _LINEAR_MODULE
+        and functional.linear is _LINEAR
+    )
+
+
 def own_tensors(of: module.Module) -> list[Tensor]:
     """Return a module's own parameters and buffers. The public methods check for duplicates first, which is slower."""
     return [tensor for named in (of._parameters, of._buffers) for tensor in named.values() if tensor is not None]
@@ -311,6 +336,22 @@ def unseen() -> AbstractContextManager[object]:
 
 
 _NOTHING = nullcontext()
+
+
+def take_off(mode: object) -> bool:
+    """Take a mode off this thread's stack if nothing else observes, and return whether it was taken."""
+    if _count_dispatch_modes() != 1 or _mode_at(0) is not mode:
+        return False
+    _pop_mode(None)
+    if is_unobserved():
+        return True
+    _push_mode(mode)
+    return False
+
+
+def put_back(mode: object) -> None:
+    """Put a mode that was taken off onto this thread's stack."""
+    _push_mode(mode)
 
 
 def leave_mode(mode: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,10 +18,13 @@ from sqrtdk.torch.internals import (
     has_numbers,
     is_compiled,
     is_in_backward,
+    is_plain_linear,
     is_spread,
     leave_mode,
     local_part,
+    put_back,
     storage_address,
+    take_off,
     unseen,
 )
 from sqrtdk.torch.transformers_internals import is_loaded_per_call
@@ -195,6 +199,26 @@ class Watch(AbstractContextManager[Seen]):
         products, taken = (0, 0) if recogniser is None else (recogniser.products, recogniser.taken)
         thread.calls += 1
         thread.frames.append(Frame(thread.calls, module, self._names[module], products, taken, args, kwargs))
+
+    def run(self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the output of a module call. A linear layer is one product, which is seen without its operations."""
+        thread = self._thread
+        recogniser = thread.recogniser
+        if (
+            not thread.is_on
+            or recogniser is None
+            or not is_plain_linear(module, args, kwargs)
+            or is_in_backward()
+            or recogniser.knows_scores(args[0])
+            or not take_off(recogniser)
+        ):
+            return call(module, *args, **kwargs)
+        try:
+            output = call(module, *args)
+            recogniser.see_linear(args[0], module.weight, module.bias, output)
+        finally:
+            put_back(recogniser)
+        return output
 
     def end_module(self, running: int, output: Any, *, has_failed: bool) -> None:
         """Handle the end of a module call, also by an exception; `running` modules ran when the call began."""

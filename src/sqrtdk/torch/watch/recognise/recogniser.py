@@ -40,6 +40,7 @@ from sqrtdk.torch.watch.recognise.lineage import Lineage
 from sqrtdk.torch.watch.recognise.nested import see_nested
 from sqrtdk.torch.watch.recognise.operations import HANDLERS, VIEWS, see_unknown
 from sqrtdk.torch.watch.recognise.parts import Candidate, OpenCalls, Stack, common
+from sqrtdk.torch.watch.recognise.products import see_product
 from sqrtdk.torch.watch.recognise.projections import Projection
 from sqrtdk.torch.watch.recognise.recover import NotAttentionError, recover
 from sqrtdk.torch.watch.recognise.repeated import TELLING
@@ -140,6 +141,21 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
                     is_any = True
         if is_any and not self.is_learnt(result):
             self.memory.note(result, is_learnt=True)
+
+    def knows_scores(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is known as scores or weights."""
+        fact = self.memory.look_up(tensor)
+        return fact is not None and (fact.scores is not None or bool(fact.candidates))
+
+    def see_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor) -> None:
+        """Record a linear layer that ran unobserved."""
+        try:
+            with unseen():
+                rows = output if output.ndim == 2 else output.flatten(0, -2)
+                if not see_product(self, x, weight.t(), rows, added=bias):
+                    self._see_learnt((x, weight) if bias is None else (x, weight, bias), output)
+        except Exception as error:  # the model must keep running after any error here
+            self._refuse_fault("a linear layer could not be followed", error)
 
     # Fused operations
 
