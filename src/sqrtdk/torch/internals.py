@@ -389,7 +389,7 @@ def count_changes(tensor: Tensor) -> int:
 
 def is_spread(tensor: Tensor) -> bool:
     """Return whether a tensor is distributed over a device mesh."""
-    return hasattr(tensor, "device_mesh")
+    return type(tensor) not in _PLAIN and hasattr(tensor, "device_mesh")
 
 
 def local_part(value: Any) -> Any:

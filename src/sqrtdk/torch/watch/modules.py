@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Hashable, Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from sqrtdk.torch.internals import WRAPPERS, compiled_from, local_part, own_tensors
 
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "num_query_heads")
+_WRAPPED = re.compile("|".join(WRAPPERS))
 # Upper limit for the calls of one module in one forward pass that become separate layers. More calls are a loop, and
 # would fill the memory.
 MOST_CALLS = 64
@@ -24,7 +26,7 @@ def name_modules(model: nn.Module) -> dict[nn.Module, str]:
         inner = inner.module
     names = {inner: ""}
     for path, module in inner.named_modules():
-        if any(wrapper in path for wrapper in WRAPPERS):
+        if _WRAPPED.search(path):
             path = ".".join(part for part in path.split(".") if part not in WRAPPERS)
         names.setdefault(module, path)
     unwrapped = compiled_from(inner)
@@ -127,9 +129,11 @@ def _read_names_of_method(function: Any) -> tuple[str, ...]:
 
 def find_learnt(modules: Iterable[nn.Module]) -> list[Tensor]:
     """Return the parameters of modules, including integer buffers, which hold quantised weights."""
-    tensors = (tensor for module in modules for tensor in own_tensors(module))
     return [
-        local_part(tensor) for tensor in tensors if isinstance(tensor, nn.Parameter) or not tensor.is_floating_point()
+        tensor
+        for module in modules
+        for tensor in own_tensors(module)
+        if isinstance(tensor, nn.Parameter) or not tensor.is_floating_point()
     ]
 
 

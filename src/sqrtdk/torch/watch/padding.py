@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sqrtdk.torch.minus_infinity import shows
 from sqrtdk.torch.watch.recognise.calls import SeenCall
+from sqrtdk.torch.watch.recognise.masks import read_mask
 
 Padding = Literal["attention mask", "key padding", "rows", "unknown"]
 """Source of the padding mask; "rows" is the choice of a monitor's user."""
@@ -51,8 +52,13 @@ def read_keys(call: SeenCall) -> Tensor | None:
     """Return a mask `[B, L]` of tokens that any query sees; None if all are seen or queries are not among the keys."""
     batch, _, queries, keys = call.shape
     first = call.first_position
-    mask = call.mask if call.logits is None else call.logits
-    if mask is None or first is None or first < 0 or first + queries > keys:
+    if first is None or first < 0 or first + queries > keys:
         return None
-    tokens = shows(mask).flatten(1, 2).any(dim=1).expand(batch, keys)[:, first : first + queries]
+    if call.logits is not None:
+        seen = shows(call.logits).flatten(1, 2).any(dim=1)
+    elif call.mask is not None:
+        seen = read_mask(call.mask).seen
+    else:
+        return None
+    tokens = seen.expand(batch, keys)[:, first : first + queries]
     return None if bool(tokens.all()) else tokens

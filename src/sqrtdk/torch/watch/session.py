@@ -39,6 +39,7 @@ from sqrtdk.torch.watch.modules import (
 )
 from sqrtdk.torch.watch.padding import Padding, read_keys, read_tokens
 from sqrtdk.torch.watch.recognise.calls import SeenCall, are_one_sequence, place_queries, read_slopes
+from sqrtdk.torch.watch.recognise.masks import forget_mask
 from sqrtdk.torch.watch.recognise.parts import Candidate, Stack
 from sqrtdk.torch.watch.recognise.recogniser import Recogniser
 from sqrtdk.torch.watch.recognise.repeated import NONE, UNLIKE, FusedOnly, Known
@@ -147,7 +148,7 @@ class Watch(AbstractContextManager[Seen]):
         self._names: dict[nn.Module, str] = {}
         self._heads: dict[nn.Module, int | None] = {}
         self._parameters: frozenset[int] = frozenset()
-        self._is_sharded = any(map(is_spread, model.parameters()))
+        self._is_sharded = False
         self._close: weakref.finalize[..., Any] | None = None
         self.has_compiled = False
         self.seen = Seen()
@@ -280,6 +281,8 @@ class Watch(AbstractContextManager[Seen]):
         if thread.recogniser is None:
             thread.recogniser = Recogniser(self._take, self._locate, self._name_running, self._is_parameter, self._hear)
         learnt = find_learnt(self._names)
+        self._is_sharded = self._is_sharded or any(map(is_spread, learnt))
+        learnt = local_part(learnt)
         addresses = frozenset(map(storage_address, learnt))
         if addresses != self._parameters:
             self._parameters = addresses
@@ -347,6 +350,7 @@ class Watch(AbstractContextManager[Seen]):
             leave_mode(thread.recogniser)
             thread.is_on = False
             thread.recogniser.end_call()
+        forget_mask()
 
     def _locate(self) -> Stack:
         frames = self._thread.frames

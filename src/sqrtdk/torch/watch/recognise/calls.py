@@ -16,6 +16,7 @@ from sqrtdk.torch.functional import attention
 from sqrtdk.torch.internals import unseen
 from sqrtdk.torch.minus_infinity import hides, shows
 from sqrtdk.torch.watch.recognise.lineage import Lineage
+from sqrtdk.torch.watch.recognise.masks import close_masked, read_mask
 from sqrtdk.torch.watch.recognise.vectors import Span
 from sqrtdk.wording.numbers import write_number
 
@@ -143,16 +144,6 @@ def read_slopes(call: SeenCall) -> Tensor | None:
     return slopes if bool((is_straight & (slopes[:, None] != 0)).all()) else None
 
 
-def close_masked(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the mask with −inf for finite stand-ins of −inf, or a boolean mask if nothing else is added."""
-    if mask.dtype == torch.bool:
-        return mask
-    hidden: Tensor = hides(mask)
-    if bool(((mask == 0) | hidden).all()):
-        return ~hidden
-    return mask.masked_fill(hidden, -torch.inf).to(dtype)
-
-
 def weigh(call: SeenCall, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return the weights `[B, H, n, S]` of some query positions, and their logits, in plain torch operations.
 
@@ -177,9 +168,11 @@ def weigh(call: SeenCall, rows: Tensor) -> tuple[Tensor, Tensor]:
     if call.softcap is not None:
         logits = call.softcap * torch.tanh(logits / call.softcap)
     if call.mask is not None:
-        mask = call.mask if call.mask.shape[-2] == 1 else call.mask.index_select(-2, rows)
-        mask = close_masked(mask, wide)
-        logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
+        reading = read_mask(call.mask)
+        shown, added = (
+            mask if mask.shape[-2] == 1 else mask.index_select(-2, rows) for mask in (reading.shown, call.mask)
+        )
+        logits = (logits + added if reading.adds else logits).masked_fill(~shown, -torch.inf)
     if call.last is not None or call.first is not None:
         key = torch.arange(logits.shape[-1], device=rows.device)
         if call.last is not None:

@@ -89,14 +89,19 @@ def _merge(watcher: Recogniser, name: str, tensors: list[Tensor], vectors: list[
     own norms and activations.
     """
     known = [(tensor, fact.lineage) for tensor, fact in vectors if fact.lineage is not None]
-    first = next((lineage for _, lineage in known if not lineage.reduced), known[0][1])
-    if _is_own_norm(known, name):
-        return watcher.normalise(first)
+    first = known[0][1]
+    if len(known) > 1:
+        first = next((lineage for _, lineage in known if not lineage.reduced), first)
+        if _is_own_norm(known, name):
+            return watcher.normalise(first)
+        # A sum of vectors from several projections does not have the length of any of them.
+        if name in ("add", "sub") and len({lineage.number for _, lineage in known}) > 1:
+            return first.lost(name)
+    for _, lineage in known:
+        if lineage.is_lost:
+            return first.lost(name)
     met = {id(tensor) for tensor, _ in known}
-    unknown = [tensor for tensor in tensors if id(tensor) not in met]
-    # A sum of vectors from several projections does not have the length of any of them.
-    is_sum = name in ("add", "sub") and len({lineage.number for _, lineage in known}) > 1
-    if is_sum or any(lineage.is_lost for _, lineage in known) or _changes_lengths(name, output, unknown):
+    if _changes_lengths(name, output, [tensor for tensor in tensors if id(tensor) not in met]):
         return first.lost(name)
     with unseen():
         after = merge(known, name)
@@ -164,7 +169,7 @@ def resample(x: Tensor, fact: KnownTensor | None, output: Tensor) -> Trace | Non
 
 def _is_own_norm(known: list[tuple[Tensor, Lineage]], operation: str) -> bool:
     """Return whether vectors are multiplied by a number computed from themselves, as in x·rsqrt(mean(x²))."""
-    if len(known) < 2 or operation not in ("mul", "div"):
+    if operation not in ("mul", "div"):
         return False
     reduced = {(lineage.name, lineage.number) for _, lineage in known if lineage.reduced}
     whole = {(lineage.name, lineage.number) for _, lineage in known if not lineage.reduced}

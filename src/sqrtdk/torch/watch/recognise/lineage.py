@@ -106,20 +106,15 @@ class Lineage:
 
     def lost(self, operation: str, *, reduced: bool = False) -> Lineage:
         """Return the lineage after an operation that no factor describes, such as a power or a sum of tensors."""
-        return Lineage(
-            self.name,
-            self.sources,
-            self.factor,
-            is_exact=False,
-            normalised=self.normalised,
-            reduced=self.reduced or reduced,
-            changed_by=tuple(dict.fromkeys([*self.changed_by, operation])),
-            is_projection=self.is_projection,
-            projection=self.projection,
-            number=self.number,
-            normalised_in=self.normalised_in,
-            gains=self.gains,
-        )
+        return self._changed(operation, pieces=(), reduced=self.reduced or reduced, parts=())
+
+    def measured(self, tensor: Tensor, operation: str) -> Lineage:
+        """Return the lineage of an operation's output with the lengths of its only input that has one."""
+        return self._changed(operation, pieces=piece_of(tensor, self))
+
+    def _changed(self, operation: str, **changes: Any) -> Lineage:
+        changed_by = self.changed_by if operation in self.changed_by else (*self.changed_by, operation)
+        return self._with(is_exact=False, changed_by=changed_by, fresh=False, **changes)
 
 
 def piece_of(tensor: Tensor, lineage: Lineage) -> tuple[Piece, ...]:
@@ -142,6 +137,8 @@ def _lengths_of(x: Tensor) -> Tensor:
 
 def merge(inputs: list[tuple[Tensor, Lineage]], operation: str) -> Lineage:
     """Return the lineage of an operation's output from inputs with lineage."""
+    if len(inputs) == 1:
+        return inputs[0][1].measured(inputs[0][0], operation)
     pieces: list[Piece] = []
     for tensor, lineage in inputs:
         for piece in piece_of(tensor, lineage):

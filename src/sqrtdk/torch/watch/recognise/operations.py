@@ -73,10 +73,13 @@ def _see_elementwise(watcher: Recogniser, name: str, func: Any, args: Any, kwarg
         return False
     tensors = _tensors(args)
     known = _look_up_all(watcher, tensors)
-    is_of_data = bool(known) and not all(fact.is_learnt for _, fact in known)
-    first = known[0][1] if known and known[0][0] is args[0] else None
-    folded = 1.0 if first is None else first.folded
-    origin = watcher.memory.origin_of(args[0], first) if name in ("clone", "_to_copy") else None
+    is_of_data = False
+    for _, fact in known:
+        is_of_data = is_of_data or not fact.is_learnt
+    origin, folded = None, 1.0
+    if name in ("clone", "_to_copy"):
+        first = known[0][1] if known and known[0][0] is args[0] else None
+        origin, folded = watcher.memory.origin_of(args[0], first), 1.0 if first is None else first.folded
     if known and (output.is_floating_point() or output.is_complex()):
         _carry_on(watcher, name, func, args, kwargs, tensors, known, output)
     elif watcher.memory.look_up(output) is not None:
@@ -105,18 +108,22 @@ def _carry_on(
     output: Tensor,
 ) -> None:
     """Update the facts about the output of an elementwise operation from those about its inputs."""
-    scored = [(tensor, fact.scores) for tensor, fact in known if fact.scores is not None]
+    scored, has_candidates, has_lineage = [], False, False
+    for tensor, fact in known:
+        if fact.scores is not None:
+            scored.append((tensor, fact.scores))
+        has_candidates = has_candidates or bool(fact.candidates)
+        has_lineage = has_lineage or fact.lineage is not None
     if scored and _carry_scores(watcher, name, bind(func, args, kwargs), scored, known, output):
         return
     if name == "sum" and (known[0][1].factors is not None or known[0][1].is_pair):
         axes = args[1] if len(args) > 1 else None
         if isinstance(axes, list | tuple) and len(axes) == 1 and see_sum(watcher, *known[0], axes[0], output):
             return
-    candidates = _candidates_of(known)
-    if candidates:
-        _carry_candidates(watcher, name, candidates, tensors, known, output)
+    if has_candidates:
+        _carry_candidates(watcher, name, _candidates_of(known), tensors, known, output)
         return
-    if any(fact.lineage is not None for _, fact in known):
+    if has_lineage:
         follow(watcher, name, args, tensors, known, output)
         if name == "mul" and len(known) == 2:
             see_factors(watcher, known, output)

@@ -272,7 +272,7 @@ def _find_starts(outputs: Tensor, squares_NH: Tensor, width: int, step: int, res
 
 
 def _vectors_at(x_BHLD: Tensor, count: int, newest: int | None) -> tuple[Tensor, ...]:
-    """Return the vectors `[n, H, D]` of the tokens that a projection of `count` tokens keeps, in each possible order."""
+    """Return the vectors `[n, H, D]` of the tokens that a projection of `count` tokens keeps, in each token order."""
     batch, _, length, _ = x_BHLD.shape
     if batch == 0 or count % batch or count > batch * length:
         return ()
@@ -281,9 +281,7 @@ def _vectors_at(x_BHLD: Tensor, count: int, newest: int | None) -> tuple[Tensor,
 
 
 @lru_cache(maxsize=64)
-def _places_of(
-    count: int, batch: int, length: int, newest: int | None, device: torch.device
-) -> tuple[Tensor, Tensor]:
+def _places_of(count: int, batch: int, length: int, newest: int | None, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return sequence and position of the kept tokens, in each possible order of tokens, one order after another."""
     tokens = _tokens_of(count, device)
     own = count // batch

@@ -22,6 +22,7 @@ from sqrtdk.torch.watch.recognise.coordinates import (
     stride_along,
     swap,
 )
+from sqrtdk.torch.watch.recognise.masks import read_mask
 from sqrtdk.torch.watch.recognise.scores import Done, Scores, Term
 from sqrtdk.torch.watch.recognise.vectors import find_span
 
@@ -215,7 +216,7 @@ def _apply(call: SeenCall, done: list[Done], axes: Axes, start: Step) -> SeenCal
         elif kind == "add":
             if isinstance(shown, Tensor) and shown.shape[-1] > 1:
                 bias.append(shown * value if isinstance(value, float) and value != 1.0 else shown)
-                if isinstance(by, Term) and not by.is_projected and _adds_something(shown):
+                if isinstance(by, Term) and not by.is_projected and read_mask(shown).adds:
                     on_the_mask = 1.0
         elif kind == "fill":
             if isinstance(value, Term):
@@ -234,11 +235,6 @@ def _apply(call: SeenCall, done: list[Done], axes: Axes, start: Step) -> SeenCal
         raise NotUnderstoodError("the cap of its scores is not positive")
     mask = _join(bias, hidden, axes.keys[0])
     return replace(call, scale=_per_row(scale), softcap=softcap, mask=mask, on_the_mask=on_the_mask)
-
-
-def _adds_something(mask: Tensor) -> bool:
-    """Return whether a mask has finite nonzero entries. A finite stand-in for −inf only hides, even when multiplied."""
-    return bool(((mask != 0) & ~hides(mask)).any())
 
 
 def _invert(divisor: float | Tensor) -> float | Tensor:
