@@ -163,6 +163,34 @@ def test_the_memory_of_nested_tensors_is_that_of_their_values():
         assert weak.is_gone()
 
 
+def test_a_weak_reference_keeps_the_address_and_not_the_memory():
+    x = torch.ones(3)
+    one, two = internals.WeakStorage(x), internals.WeakStorage(x[1:])
+    assert one == two
+    assert hash(one) == one.address == internals.storage_address(x)
+    del two
+    assert not one.is_gone()
+    del x
+    assert one.is_gone()
+    others = [torch.ones(3) for _ in range(100)]
+    assert one.address not in map(internals.storage_address, others)
+
+
+def test_a_mode_is_taken_off_only_if_nothing_else_observes():
+    mode, other = internals.DispatchMode(), internals.DispatchMode()
+    assert not internals.take_off(mode)
+    with mode:
+        assert internals.take_off(mode)
+        assert not internals._count_dispatch_modes()
+        internals.put_back(mode)
+        with other:
+            assert not internals.take_off(mode)
+            assert not internals.take_off(other)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert not internals.take_off(mode)
+        assert internals._count_dispatch_modes() == 1
+
+
 @pytest.mark.slow
 def test_functions_of_flex_attention_are_asked_at_every_place():
     slopes, scores = torch.tensor([1.0, 2.0]), torch.zeros(1, 2, 3, 3)

@@ -55,8 +55,9 @@ _free_weak = cast(Callable[[int], None], torch.UntypedStorage._free_weak_ref)
 _is_expired = cast(Callable[[int], bool], torch.UntypedStorage._expired)
 _has_storage: Callable[[Tensor], bool] = torch._C._has_storage
 _mode_at: Callable[[int], object] = torch._C._get_dispatch_stack_at
-_push_mode: Callable[[object], None] = torch._C._push_on_torch_dispatch_stack
+_push_mode: Callable[[Any], None] = torch._C._push_on_torch_dispatch_stack
 _pop_mode: Callable[[None], object] = torch._C._pop_torch_dispatch_stack
+_has_global_hook = cast(Callable[[], bool], module._has_any_global_hook)
 _LINEAR, _LINEAR_MODULE = functional.linear, torch.nn.Linear.forward
 _PLAIN = (Tensor, torch.nn.Parameter)
 _FLEX = "torch.nn.attention.flex_attention"
@@ -247,11 +248,16 @@ def is_plain_linear(one: module.Module, args: tuple[Any, ...], kwargs: dict[str,
         and (bias is None or type(bias) is torch.nn.Parameter)
         and not (own["_forward_hooks"] or own["_forward_pre_hooks"])
         and not (own["_backward_hooks"] or own["_backward_pre_hooks"])
-        and not module._has_any_global_hook()
+        and not _has_global_hook()
         and "forward" not in own
         and torch.nn.Linear.forward is _LINEAR_MODULE
         and functional.linear is _LINEAR
     )
+
+
+def own_parameters(of: module.Module) -> dict[str, Any]:
+    """Return a module's own parameters by name."""
+    return of._parameters
 
 
 def own_tensors(of: module.Module) -> list[Tensor]:

@@ -91,7 +91,7 @@ class Frame:
         self.number, self.module, self.path = number, module, path
         self.products, self.taken = products, taken
         # The running modules up to this one in the recogniser's form, once they are asked for.
-        self.stack: Any = None
+        self.stack: tuple[tuple[int, str, int | None], ...] | None = None
         self.args, self.kwargs = args, kwargs
         self.has_attended = False
         self._given: dict[str, Any] | None = None

@@ -22,6 +22,7 @@ from sqrtdk.torch.internals import (
     is_spread,
     leave_mode,
     local_part,
+    own_parameters,
     put_back,
     storage_address,
     take_off,
@@ -216,7 +217,7 @@ class Watch(AbstractContextManager[Seen]):
             return call(module, *args, **kwargs)
         try:
             output = call(module, *args)
-            recogniser.see_linear(args[0], module.weight, module.bias, output)
+            recogniser.see_linear(args[0], **own_parameters(module), output=output)
         finally:
             put_back(recogniser)
         return output

@@ -277,7 +277,7 @@ def _vectors_at(x_BHLD: Tensor, count: int, newest: int | None) -> tuple[Tensor,
     if batch == 0 or count % batch or count > batch * length:
         return ()
     sequences, positions = _places_of(count, batch, length, newest, x_BHLD.device)
-    return x_BHLD[sequences, :, positions].split(min(count, _TOKENS))
+    return torch.split(x_BHLD[sequences, :, positions], min(count, _TOKENS))
 
 
 @lru_cache(maxsize=64)

@@ -147,7 +147,7 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
         fact = self.memory.look_up(tensor)
         return fact is not None and (fact.scores is not None or bool(fact.candidates))
 
-    def see_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor) -> None:
+    def see_linear(self, x: Tensor, *, weight: Tensor, bias: Tensor | None, output: Tensor) -> None:
         """Record a linear layer that ran unobserved."""
         try:
             with unseen():
