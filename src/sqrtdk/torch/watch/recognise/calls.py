@@ -15,6 +15,7 @@ from sqrtdk.statistics import ROW_FIELDS, AttentionStatistics
 from sqrtdk.torch.functional import attention
 from sqrtdk.torch.internals import unseen
 from sqrtdk.torch.minus_infinity import hides, shows
+from sqrtdk.torch.watch.recognise.copying import replace
 from sqrtdk.torch.watch.recognise.lineage import Lineage
 from sqrtdk.torch.watch.recognise.masks import close_masked, read_mask
 from sqrtdk.torch.watch.recognise.vectors import Span
@@ -59,12 +60,6 @@ class SeenCall:
     # The positions of q and k in the outputs of their projections, if known.
     q_span: Span | None = None
     k_span: Span | None = None
-
-    def at(self, first_position: int) -> SeenCall:
-        """Return the call with the position of its first query, in a seventh of the time of dataclasses.replace."""
-        placed = object.__new__(SeenCall)
-        placed.__dict__.update(self.__dict__, first_position=first_position)
-        return placed
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -235,21 +230,21 @@ def place_queries(call: SeenCall, *, one_sequence: bool | None = None) -> SeenCa
     """
     _, _, queries, keys = call.shape
     if call.last is not None:
-        return call.at(call.last)
+        return replace(call, first_position=call.last)
     is_one = are_one_sequence(call) if one_sequence is None else one_sequence
     if not is_one or queries > keys:
         return call
     if queries < keys:
         ahead = _count_ahead(call)
         if ahead is not None:
-            return call.at(ahead)
+            return replace(call, first_position=ahead)
         mask = call.mask if call.logits is None else call.logits
         last = None if mask is None else mask[..., -1, :]
         if last is not None:
             seen = shows(last).nonzero()
             if len(seen):
-                return call.at(int(seen[:, -1].max()) - queries + 1)
-    return call.at(keys - queries)
+                return replace(call, first_position=int(seen[:, -1].max()) - queries + 1)
+    return replace(call, first_position=keys - queries)
 
 
 def _count_ahead(call: SeenCall) -> int | None:

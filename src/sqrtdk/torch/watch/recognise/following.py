@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from sqrtdk.torch.internals import unseen
+from sqrtdk.torch.watch.recognise.copying import replace
 from sqrtdk.torch.watch.recognise.lineage import Lineage, join, merge
 from sqrtdk.torch.watch.recognise.vectors import Trace, join_traces
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -21,6 +20,7 @@ from sqrtdk.torch.internals import WeakStorage, name_arguments, storage_address
 from sqrtdk.torch.minus_infinity import is_closed
 from sqrtdk.torch.watch.recognise.calls import SeenCall, four_axes
 from sqrtdk.torch.watch.recognise.coordinates import Spot, UnevenError
+from sqrtdk.torch.watch.recognise.copying import replace
 from sqrtdk.torch.watch.recognise.lineage import Lineage
 from sqrtdk.torch.watch.recognise.projections import Projection
 from sqrtdk.torch.watch.recognise.scores import Side

@@ -8,13 +8,14 @@ factor multiplies all of them equally. After a norm, lineage starts again, and l
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sqrtdk.torch.internals import WeakStorage
+from sqrtdk.torch.watch.recognise.copying import replace
 from sqrtdk.torch.watch.recognise.projections import Projection
 from sqrtdk.wording.numbers import write_number
 
@@ -80,17 +81,11 @@ class Lineage:
 
     def times(self, factor: float) -> Lineage:
         """Return the lineage after a multiplication by one number. Known lengths show this factor as well."""
-        return self._with(factor=self.factor * factor, fresh=False)
+        return replace(self, factor=self.factor * factor, fresh=False)
 
     def gain(self, gain: Tensor) -> Lineage:
         """Return the lineage after a multiplication by a learnt tensor."""
-        return self._with(gains=(*self.gains, gain), fresh=False)
-
-    def _with(self, **changes: Any) -> Lineage:
-        """Return a copy with changed fields, in a fifth of the time of dataclasses.replace."""
-        changed = object.__new__(Lineage)
-        changed.__dict__.update(self.__dict__, **changes)
-        return changed
+        return replace(self, gains=(*self.gains, gain), fresh=False)
 
     def norm(self, frame: int) -> Lineage:
         """Return the lineage after a norm, including the norm's gain, in the module call with this number."""
@@ -114,7 +109,7 @@ class Lineage:
 
     def _changed(self, operation: str, **changes: Any) -> Lineage:
         changed_by = self.changed_by if operation in self.changed_by else (*self.changed_by, operation)
-        return self._with(is_exact=False, changed_by=changed_by, fresh=False, **changes)
+        return replace(self, is_exact=False, changed_by=changed_by, fresh=False, **changes)
 
 
 def piece_of(tensor: Tensor, lineage: Lineage) -> tuple[Piece, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from sqrtdk.torch.internals import bind, storage_address, without_modes
 from sqrtdk.torch.minus_infinity import hides
 from sqrtdk.torch.watch.recognise.changes import CHANGES, change
 from sqrtdk.torch.watch.recognise.coordinates import STILL, Place, UnevenError
+from sqrtdk.torch.watch.recognise.copying import replace
 from sqrtdk.torch.watch.recognise.following import (
     COLUMNWISE,
     NORMS,

@@ -7,7 +7,7 @@ has. Slices of heads become one call, and blocks of keys whose exponentials are 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sqrtdk.statistics import AttentionStatistics
 from sqrtdk.torch.watch.recognise.calls import NotUnderstoodError, SeenCall, measure, place_queries
+from sqrtdk.torch.watch.recognise.copying import replace
 
 # The running modules, outermost first: the number of the call, its path, and the number of heads it declares.
 Stack = tuple[tuple[int, str, int | None], ...]

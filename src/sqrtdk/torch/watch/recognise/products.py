@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from sqrtdk.torch.internals import unseen
 from sqrtdk.torch.watch.recognise.coordinates import Layout, Place, Step, UnevenError
+from sqrtdk.torch.watch.recognise.copying import replace
 from sqrtdk.torch.watch.recognise.following import Known, resample
 from sqrtdk.torch.watch.recognise.known_tensors import KnownTensor
 from sqrtdk.torch.watch.recognise.parts import Candidate

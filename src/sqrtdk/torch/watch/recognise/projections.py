@@ -7,7 +7,7 @@ to a head if only their lengths match those of the head's vectors over several t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sqrtdk.torch.internals import unseen
 from sqrtdk.torch.sampling import sample_positions
+from sqrtdk.torch.watch.recognise.copying import replace
 
 if TYPE_CHECKING:
     from sqrtdk.torch.watch.recognise.calls import SeenCall

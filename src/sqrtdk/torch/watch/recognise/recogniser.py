@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from sqrtdk.torch.internals import (
 from sqrtdk.torch.watch.modules import find_tensors
 from sqrtdk.torch.watch.recognise.calls import NotUnderstoodError, SeenCall, compare, measure, place_queries
 from sqrtdk.torch.watch.recognise.coordinates import Spot, UnevenError
+from sqrtdk.torch.watch.recognise.copying import replace
 from sqrtdk.torch.watch.recognise.flexible import FLEXIBLE, read_flexible
 from sqrtdk.torch.watch.recognise.following import move
 from sqrtdk.torch.watch.recognise.fused_operations import (

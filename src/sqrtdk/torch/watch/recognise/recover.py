@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -22,6 +21,7 @@ from sqrtdk.torch.watch.recognise.coordinates import (
     stride_along,
     swap,
 )
+from sqrtdk.torch.watch.recognise.copying import replace
 from sqrtdk.torch.watch.recognise.masks import read_mask
 from sqrtdk.torch.watch.recognise.scores import Done, Scores, Term
 from sqrtdk.torch.watch.recognise.vectors import find_span
