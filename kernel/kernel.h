@@ -1,7 +1,7 @@
 // The whole contract of the kernel: plain structs in, status out. No Python, no torch, no exceptions across this line.
 //
 // Shape legend: N batch entries, G key/value heads, R query heads per key/value head, L queries, S keys, D = d_k, V =
-// d_v.
+// d_v, which may be 0.
 #pragma once
 
 #include <cstdint>
