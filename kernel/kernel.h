@@ -165,6 +165,8 @@ struct Summary {
     int64_t* offsets;    // [heads, 2 * farthest + 3]
     double* share_sum;   // [heads]
     int64_t* sequences;  // [heads]
+    int threads;         // as in a Problem: the result does not depend on them
+    Team team;
 };
 Status summarise(const Summary& call);
 

@@ -85,7 +85,9 @@ void try_shape(int64_t batch, int64_t heads, int64_t queries, bool has_padding, 
                                filled_numbers.data(),
                                offsets.data(),
                                share.data(),
-                               sequences.data()};
+                               sequences.data(),
+                               1 + int(rng() % 3),
+                               nullptr};
     require(sqrtdk::summarise(call) == sqrtdk::Status::ok, "it must end well");
     for (int64_t head = 0; head < heads; ++head) {
         int64_t known = 0, seen = 0;
