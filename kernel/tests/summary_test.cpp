@@ -147,6 +147,10 @@ int main() {
     for (int round = 0; round < 400; ++round) {
         try_shape(int64_t(rng() % 4), int64_t(1 + rng() % 3), int64_t(rng() % 40), round % 2 == 0, rng);
     }
+    // Enough rows for several threads.
+    for (int round = 0; round < 10; ++round) {
+        try_shape(3, 3, 700, round % 2 == 0, rng);
+    }
     for (int round = 0; round < 200; ++round) {
         try_lengths<float>(sqrtdk::Dtype::float32, rng);
         try_lengths<double>(sqrtdk::Dtype::float64, rng);
