@@ -186,7 +186,8 @@ class Inputs {
         problem.d_v = v_.size(1);
         const int64_t shared = problem.shared;
         problem.k = {k_.data(), 0, k_.stride(3), k_.stride(2), k_.stride(1)};
-        problem.v = {v_.data(), 0, v_.stride(3), v_.stride(2), v_.stride(1)};
+        // Values without features may have no address. None of their numbers is read, wherever they lie.
+        problem.v = {v_.data() ? v_.data() : k_.data(), 0, v_.stride(3), v_.stride(2), v_.stride(1)};
         problem.q = query(q_);
 #define SQRTDK_FIELD(name) problem.name = per_row(name##_);
         SQRTDK_ROW_NUMBERS(SQRTDK_FIELD)

@@ -204,11 +204,11 @@ bool backward(SQRTDK_PARAMETERS nb::handle saved_array, nb::handle output_array,
 
 // Adds up rows per head. Arrays are contiguous and of the dtypes of sqrtdk::Summary; counts and measures are [., B, H,
 // L].
-void summarise(nb::handle counts_array, nb::handle measures_array, nb::handle present_array, nb::handle positions_array,
-               int64_t keys, int64_t farthest, nb::handle next_edge_array, nb::handle edges_below_array,
-               nb::handle count_array, nb::handle moments_array, nb::handle ends_array, nb::handle filled_array,
-               nb::handle numbers_array, nb::handle offsets_array, nb::handle share_sum_array,
-               nb::handle sequences_array) {
+void summarise(int threads, uintptr_t team, nb::handle counts_array, nb::handle measures_array,
+               nb::handle present_array, nb::handle positions_array, int64_t keys, int64_t farthest,
+               nb::handle next_edge_array, nb::handle edges_below_array, nb::handle count_array,
+               nb::handle moments_array, nb::handle ends_array, nb::handle filled_array, nb::handle numbers_array,
+               nb::handle offsets_array, nb::handle share_sum_array, nb::handle sequences_array) {
     constexpr int readable = PyBUF_C_CONTIGUOUS;
     const View counts(counts_array, readable), measures(measures_array, readable), present(present_array, readable);
     const View positions(positions_array, readable), next_edge(next_edge_array, readable);
@@ -243,6 +243,8 @@ void summarise(nb::handle counts_array, nb::handle measures_array, nb::handle pr
         static_cast<int64_t*>(offsets.data()),
         static_cast<double*>(share_sum.data()),
         static_cast<int64_t*>(sequences.data()),
+        threads,
+        reinterpret_cast<sqrtdk::Team>(team),
     };
     sqrtdk::Status status;
     {
@@ -323,10 +325,10 @@ NB_MODULE(_kernel, module) {
     module.attr("ROW_GRADIENTS") = make_tuple({SQRTDK_ROW_GRADIENTS(SQRTDK_TEXT)});
     module.attr("ROW_FIELDS") = make_tuple({SQRTDK_ROW_COUNTS(SQRTDK_TEXT) SQRTDK_ROW_MEASURES(SQRTDK_TEXT)});
     module.attr("SUMMARISED") = make_tuple({SQRTDK_SUMMARISED(SQRTDK_TEXT)});
-    module.def("summarise", &summarise, nb::arg("counts"), nb::arg("measures"), nb::arg("present").none(),
-               nb::arg("positions").none(), nb::arg("keys"), nb::arg("farthest"), nb::arg("next_edge"),
-               nb::arg("edges_below"), nb::arg("count"), nb::arg("moments"), nb::arg("ends"), nb::arg("filled"),
-               nb::arg("numbers"), nb::arg("offsets"), nb::arg("share_sum"), nb::arg("sequences"),
+    module.def("summarise", &summarise, nb::arg("threads"), nb::arg("team"), nb::arg("counts"), nb::arg("measures"),
+               nb::arg("present").none(), nb::arg("positions").none(), nb::arg("keys"), nb::arg("farthest"),
+               nb::arg("next_edge"), nb::arg("edges_below"), nb::arg("count"), nb::arg("moments"), nb::arg("ends"),
+               nb::arg("filled"), nb::arg("numbers"), nb::arg("offsets"), nb::arg("share_sum"), nb::arg("sequences"),
                "Moments, histograms and most attended keys of rows, per head.");
     module.def("add_up_lengths", &add_up_lengths, nb::arg("dtype"), nb::arg("queries"), nb::arg("keys"),
                nb::arg("scale"), nb::arg("width"), nb::arg("sums"), "Sums of query lengths and key spread, per head.");

@@ -1,7 +1,7 @@
 // The whole contract of the kernel: plain structs in, status out. No Python, no torch, no exceptions across this line.
 //
 // Shape legend: N batch entries, G key/value heads, R query heads per key/value head, L queries, S keys, D = d_k, V =
-// d_v.
+// d_v, which may be 0.
 #pragma once
 
 #include <cstdint>
@@ -165,6 +165,8 @@ struct Summary {
     int64_t* offsets;    // [heads, 2 * farthest + 3]
     double* share_sum;   // [heads]
     int64_t* sequences;  // [heads]
+    int threads;         // as in a Problem: the result does not depend on them
+    Team team;
 };
 Status summarise(const Summary& call);
 

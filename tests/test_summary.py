@@ -360,6 +360,16 @@ def test_the_kernel_counts_as_numpy_does(seed):
         assert np.isnan(one.mean[other.count == 0]).all(), name
 
 
+@pytest.mark.parametrize("computed_by", ["kernel"], indirect=True)
+def test_threads_do_not_change_a_bit():
+    block = RowBlock.of(statistics_of_noise(1, 5, 700))
+    (one,), (three,) = summarise([block]), summarise([block], threads=3)
+    assert one.max_keys == three.max_keys
+    for name in SUMMARISED:
+        for part in ("count", "mean", "m2", "least", "largest", "histogram"):
+            assert getattr(one[name], part).tobytes() == getattr(three[name], part).tobytes(), (name, part)
+
+
 @pytest.mark.parametrize("computed_by", ["numpy"], indirect=True)
 def test_keys_far_away_are_counted_without_the_kernel():
     rows = statistics_of_noise(0, 2, 9)

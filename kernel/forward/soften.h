@@ -47,29 +47,19 @@ __attribute__((noinline)) void sum_tiny_powers(const T* weights, int64_t keys, i
     }
 }
 
-// Where in the block the new maxima are: the first key of each row that grew.
-template <class T, int W>
-__attribute__((noinline)) void find_tops(const T* scores, int64_t keys, uint64_t grew, typename Simd<T>::Vec top,
-                                         T* key) {
+// The largest logits so far, and the first key of each.
+template <class T>
+struct Tops {
     using S = Simd<T>;
-    if (__builtin_popcountll(grew) > S::lanes / 4) {
-        auto found = S::zero(), at = S::all(T(keys));
-        for (int64_t j = keys - 1; j >= 0; --j) {
-            at = S::sub(at, S::all(T(1)));
-            found = S::choose(S::equal(S::load(scores + j * W), top), at, found);
-        }
-        S::store(key, found);
-        return;
+    using Vec = typename S::Vec;
+    Vec logit = S::all(T(-INFINITY)), key = S::zero();
+
+    template <bool statistics>
+    inline __attribute__((always_inline)) void take(Vec x, Vec place) {
+        if (statistics) key = S::choose(S::less(logit, x), place, key);
+        logit = S::max(x, logit);
     }
-    alignas(64) T tops[S::lanes];
-    S::store(tops, top);
-    for (; grew != 0; grew &= grew - 1) {
-        const int i = __builtin_ctzll(grew);
-        int64_t j = 0;
-        while (scores[j * W + i] != tops[i]) ++j;
-        key[i] = T(j);
-    }
-}
+};
 
 // One vector of rows, the keys of one block: scores become weights, the block's sums are written at lane `at`.
 // `paired`: the weights are written as pairs of keys, too.
@@ -80,15 +70,17 @@ __attribute__((noinline)) bool soften(T* scores, int64_t keys, const uint64_t* w
     using Vec = typename S::Vec;
     const Vec hidden = S::all(T(-INFINITY)), one = S::all(T(1));
     const Vec old_top = S::load(tops + at);
-    Vec top0 = hidden, top1 = hidden, total = S::zero(), total1 = S::zero(), count = S::zero();
+    Tops<T> tops0, tops1;
+    Vec place = S::zero(), total = S::zero(), total1 = S::zero(), count = S::zero();
     int64_t j = 0;
     if (partial) {
         for (; j < keys; ++j) {
             const auto sees = S::from_bits(words[j] >> at);
             const Vec x = S::choose(sees, S::load(scores + j * W), hidden);
             S::store(scores + j * W, x);
-            top0 = S::max(x, top0);
+            tops0.template take<statistics>(x, place);
             if (statistics) {
+                place = S::add(place, one);
                 total = S::add(total, S::keep(sees, x));
                 count = S::add(count, S::keep(sees, one));
             }
@@ -96,21 +88,22 @@ __attribute__((noinline)) bool soften(T* scores, int64_t keys, const uint64_t* w
     } else {
         for (; j + 2 <= keys; j += 2) {
             const Vec x = S::load(scores + j * W), y = S::load(scores + (j + 1) * W);
-            top0 = S::max(x, top0);
-            top1 = S::max(y, top1);
+            tops0.template take<statistics>(x, place);
+            tops1.template take<statistics>(y, place);
             if (statistics) {
+                place = S::add(place, S::all(T(2)));
                 total = S::add(total, x);
                 total1 = S::add(total1, y);
             }
         }
         if (j < keys) {
             const Vec x = S::load(scores + j * W);
-            top0 = S::max(x, top0);
+            tops0.template take<statistics>(x, place);
             if (statistics) total = S::add(total, x);
         }
         count = S::all(T(keys));
     }
-    const Vec block_top = S::max(top0, top1);
+    const Vec block_top = S::max(tops0.logit, tops1.logit);
     const Vec top = S::max(block_top, old_top);
     // Rows that have seen nothing yet: any finite base gives them weights of exactly 0.
     const Vec base = S::choose(S::equal(top, hidden), S::zero(), top);
@@ -118,7 +111,6 @@ __attribute__((noinline)) bool soften(T* scores, int64_t keys, const uint64_t* w
     const uint64_t grew = S::bits(S::less(old_top, top));
     // Deviations are taken from the block's own mean, inexact as it is: from afar their squares would drown.
     const Vec reference = statistics ? S::div(S::add(total, total1), S::max(count, one)) : S::zero();
-    if (statistics && grew != 0) find_tops<T, W>(scores, keys, grew, base, block.key + at);
 
     Vec sum0 = S::zero(), sum1 = S::zero(), deviation = S::zero(), deviation2 = S::zero();
     TailSums<T> all, some;
@@ -163,6 +155,11 @@ __attribute__((noinline)) bool soften(T* scores, int64_t keys, const uint64_t* w
     S::store(block.top + at, top);
     S::store(block.sum + at, sum);
     if (statistics) {
+        // Those of every second key lie one further than was counted. Of equal ones the first is the maximum.
+        const Vec later = S::add(tops1.key, one), sooner = tops0.key;
+        const Vec larger = S::choose(S::less(tops0.logit, tops1.logit), later, sooner);
+        const Vec first = S::choose(S::equal(tops0.logit, tops1.logit), S::min(sooner, later), larger);
+        S::store(block.key + at, first);
         S::store(block.old_top + at, old_top);
         S::store(block.tail + at, all.tail);
         S::store(block.tail2 + at, all.tail2);

@@ -57,7 +57,7 @@ struct Case {
         const int64_t item = bytes_of(call.dtype);
         q = Array(random, {call.batch, call.groups, call.shared, call.queries, call.d_k}, item, 0.05);
         k = Array(random, {call.batch, call.groups, call.keys, call.d_k}, item, 0.05);
-        v = Array(random, {call.batch, call.groups, call.keys, call.d_v}, item, 0.05);
+        v = Array(random, {call.batch, call.groups, call.keys, std::max<int64_t>(call.d_v, 1)}, item, 0.05);
         scale = Array(random, {call.batch, call.groups, call.shared, call.queries}, 8, 0.4);
         fill(random);
         choose_range(random);
@@ -127,7 +127,7 @@ struct Case {
         call.shared = pick(random, {1, 1, 1, 2, 4, 7});
         call.threads = int(pick(random, {1, 1, 2, 3, 4}));
         call.d_k = pick(random, {1, 2, 3, 4, 7, 8, 9, 16, 17, 33});
-        call.d_v = pick(random, {1, 2, 3, 4, 7, 8, 9, 16, 17, 33});
+        call.d_v = pick(random, {0, 1, 2, 3, 4, 7, 8, 9, 16, 17, 33});
         if (chance(random, 0.05)) call.d_k = pick(random, {64, 65, 128, 131});
         if (chance(random, 0.05)) call.d_v = pick(random, {64, 65, 128, 131});
         if (chance(random, 0.03)) {  // decoding, long enough for its keys to be cut

@@ -85,7 +85,9 @@ void try_shape(int64_t batch, int64_t heads, int64_t queries, bool has_padding, 
                                filled_numbers.data(),
                                offsets.data(),
                                share.data(),
-                               sequences.data()};
+                               sequences.data(),
+                               1 + int(rng() % 3),
+                               nullptr};
     require(sqrtdk::summarise(call) == sqrtdk::Status::ok, "it must end well");
     for (int64_t head = 0; head < heads; ++head) {
         int64_t known = 0, seen = 0;
@@ -144,6 +146,10 @@ int main() {
     std::mt19937 rng(20261118);
     for (int round = 0; round < 400; ++round) {
         try_shape(int64_t(rng() % 4), int64_t(1 + rng() % 3), int64_t(rng() % 40), round % 2 == 0, rng);
+    }
+    // Enough rows for several threads.
+    for (int round = 0; round < 10; ++round) {
+        try_shape(3, 3, 700, round % 2 == 0, rng);
     }
     for (int round = 0; round < 200; ++round) {
         try_lengths<float>(sqrtdk::Dtype::float32, rng);

@@ -69,6 +69,16 @@ def test_bits_do_not_depend_on_batch_or_statistics():
     assert whole.weights is None
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("queries", [3, 70])
+def test_statistics_without_values_are_those_with_values_to_the_bit(queries, dtype):
+    q, k, v = draw(17, (2, 4, queries, 24), (2, 2, 150, 24), 17, DTYPES[dtype])
+    mask = np.random.default_rng(17).random((2, 4, queries, 150)) < 0.9
+    whole, bare = attention(q, k, v, mask=mask), attention(q, k, v[..., :0], mask=mask)
+    assert bare.output.shape == (2, 4, queries, 0)
+    same(whole._replace(output=whole.output[..., :0]), bare)
+
+
 def test_inputs_are_never_modified():
     q, k, v = draw(16, (2, 3, 4), (2, 3, 4), 4)
     mask = np.where(np.eye(3) > 0, -np.inf, 0.0)

@@ -298,11 +298,11 @@ def _join(blocks: list[RowBlock]) -> RowBlock:
     return RowBlock(counts, measures, np.concatenate(positions) if positions else None, present, in_all)
 
 
-def summarise(blocks: Sequence[RowBlock]) -> list[HeadSummary]:
+def summarise(blocks: Sequence[RowBlock], threads: int = 1, team: int = 0) -> list[HeadSummary]:
     """Return a summary of each block: by the kernel, or in NumPy, where blocks of the same shape go together."""
     summaries: dict[int, HeadSummary] = {}
     for at, block in enumerate(blocks):
-        compiled = summarise_rows(SUMMARISED, FARTHEST, *block[:4])
+        compiled = summarise_rows(SUMMARISED, FARTHEST, *block[:4], threads, team)
         if compiled is not None:
             summaries[at] = _complete(block, compiled[0], MaxKeys(*compiled[1]))
     alike: dict[Any, list[int]] = {}

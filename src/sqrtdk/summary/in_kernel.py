@@ -24,6 +24,8 @@ def summarise_rows(
     measures: Array,
     positions: Array | None,
     present: Array,
+    threads: int = 1,
+    team: int = 0,
 ) -> tuple[Moments, tuple[Array, Array, Array]] | None:
     """Return the moments `[S, H]` of rows and the fields of their `MaxKeys`; None if the kernel cannot compute them.
 
@@ -33,6 +35,8 @@ def summarise_rows(
         counts, measures: rows `[·, B, H, L]`, as in `RowBlock`.
         positions: positions of the queries among the keys `[B, L]`, None if unknown.
         present: `[B, L]`, False for padding.
+        threads: threads of the kernel, on which no number depends.
+        team: the address of the threads of a runtime, 0 for the kernel's own.
     """
     kernel, _ = load_kernel()
     if kernel is None or (ROW_FIELDS, names) != (kernel.ROW_FIELDS, kernel.SUMMARISED):
@@ -51,6 +55,8 @@ def summarise_rows(
     )
     max_keys = np.empty((heads, 2 * farthest + 3), np.int64), np.empty(heads), np.empty(heads, np.int64)
     kernel.summarise(
+        threads,
+        team,
         np.ascontiguousarray(counts, np.int64),
         np.ascontiguousarray(measures, np.float64),
         None if rows == batch * queries else np.ascontiguousarray(present, np.bool_),

@@ -82,10 +82,6 @@ class KernelCaller(ABC):
                 describe_blind(counts, measures, call.sinks is not None)
             weights = self.make_zeros(query, (*rows, keys)) if wanted.weights else None
             return Forward(self.make_zeros(query, (*rows, d_v)), measures, counts, weights)
-        if not d_v:  # values without features: the rows have statistics all the same
-            padded = self.make_zeros(value, (*value.shape[:-1], 1))
-            whole = self.forward(call._replace(value=padded), wanted, plan)
-            return whole._replace(output=whole.output[..., :0])
         output = make(query, (*rows, d_v))
         weights = make(query, (*rows, keys)) if wanted.weights else None
         saved = make(query, (2, *rows), self.double) if wanted.saved else None

@@ -128,7 +128,7 @@ class TensorKernel(KernelCaller):
                 and query.is_cpu
                 and key.is_cpu
                 and value.is_cpu
-                and (others == values or (others[:-1] == values[:-1] and values[-1]))
+                and (others == values or others[:-1] == values[:-1])
                 and (shape == others or (shape[:-2] == others[:-2] and shape[-1] == others[-1] and not causal))
                 and len(shape) > 1
                 and shape[-1]
@@ -141,7 +141,7 @@ class TensorKernel(KernelCaller):
                 return None
             at_query, at_key, at_value = query.data_ptr(), key.data_ptr(), value.data_ptr()
             # No elements, zeros that torch does not store, or a freed storage.
-            if not (at_query and at_key and at_value):
+            if not (at_query and at_key and (at_value or not values[-1])):
                 return None
             has_history = is_recorded(query, key, value)
             if has_history and item < 4:  # gradients need more of the output than its own digits

@@ -8,15 +8,18 @@ from html import escape
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from sqrtdk import HeadSummary
 from sqrtdk.audits.audit import ScaleRecord
+from sqrtdk.backends import MAX_THREADS
 from sqrtdk.diagnosis.counterfactual import ScoreRow
 from sqrtdk.diagnosis.score_size import CauseSplit
 from sqrtdk.show.table import Shown, Table, name_layer
 from sqrtdk.statistics import AttentionStatistics
 from sqrtdk.summary.heads import RowBlock, join_blocks, summarise
+from sqrtdk.torch.engines.openmp import find_team
 from sqrtdk.torch.internals import WeakStorage
 from sqrtdk.torch.watch.layer_scale import read_scale
 from sqrtdk.torch.watch.modules import MOST_CALLS, LayerKey, name_layers
@@ -223,7 +226,9 @@ class Seen(Shown):
         self._number_uncounted += self._number_waiting
         self._number_waiting = 0
         blocks = [(layer, block) for layer, rows in waiting.items() for block in _join(rows)]
-        for (layer, _), summary in zip(blocks, summarise([block for _, block in blocks]), strict=True):
+        threads = min(torch.get_num_threads(), MAX_THREADS)
+        summaries = summarise([block for _, block in blocks], threads, find_team())
+        for (layer, _), summary in zip(blocks, summaries, strict=True):
             before = self._summaries[layer]
             self._summaries[layer] = summary if before is None else before.merge(summary)
         for layer, rows in waiting.items():

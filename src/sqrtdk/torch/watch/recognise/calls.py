@@ -107,7 +107,7 @@ def measure(call: SeenCall) -> AttentionStatistics:
         seen = attention(
             q,
             k,
-            k[..., :1],
+            k[..., :0],  # without values the pass has no output to compute
             scale=call.scale if call.logits is None else 1.0,
             mask=None if mask is None else close_masked(mask.detach(), q.dtype),
             softcap=call.softcap if call.logits is None else None,
