@@ -174,6 +174,8 @@ class Watch(AbstractContextManager[Seen]):
         finally:
             self._thread.frames.clear()
             self._stop()
+            # Both refer to this watch. Without the cycle, memory is freed at once and not by a later collection.
+            self._thread.recogniser = self._thread.fused_only = None
 
     # Module calls
 
