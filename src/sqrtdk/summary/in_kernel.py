@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,25 @@ Array = npt.NDArray[Any]
 
 # Limit for the positions of keys: the kernel counts into an array of this length.
 _MOST_KEYS = 1 << 20
+
+
+class _Scratch(threading.local):
+    """Room for the bins of one call, kept for the next call.
+
+    Freed after each call, it would tear holes into memory that a watched model comes back to.
+    """
+
+    def __init__(self) -> None:
+        self._arrays = np.empty(0, np.int16), np.empty(0, np.int64)
+
+    def get(self, most: int) -> tuple[Array, Array]:
+        """Return uninitialised arrays for at least so many bins and their numbers."""
+        if len(self._arrays[0]) < most:
+            self._arrays = np.empty(most, np.int16), np.empty(most, np.int64)
+        return self._arrays
+
+
+_scratch = _Scratch()
 
 
 def summarise_rows(
@@ -48,11 +68,8 @@ def summarise_rows(
     rows = int(present.sum())
     shape, most = (len(names), heads), len(names) * heads * min(batch * queries, BINS)
     count, moments = np.empty(shape, np.int64), np.empty((4, *shape))
-    ends, filled, numbers = (
-        np.empty(len(names) * heads + 1, np.int64),
-        np.empty(most, np.int16),
-        np.empty(most, np.int64),
-    )
+    ends = np.empty(len(names) * heads + 1, np.int64)
+    filled, numbers = _scratch.get(most)
     max_keys = np.empty((heads, 2 * farthest + 3), np.int64), np.empty(heads), np.empty(heads, np.int64)
     kernel.summarise(
         threads,

@@ -14,13 +14,18 @@ from sqrtdk.torch.internals import WRAPPERS, compiled_from, local_part, own_tens
 
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "num_query_heads")
 _WRAPPED = re.compile("|".join(WRAPPERS))
+# Modules whose calls matter to nobody; in eval mode they do nothing.
+_IDLE = (nn.Dropout, nn.Identity)
 # Upper limit for the calls of one module in one forward pass that become separate layers. More calls are a loop, and
 # would fill the memory.
 MOST_CALLS = 64
 
 
 def name_modules(model: nn.Module) -> dict[nn.Module, str]:
-    """Return the path of every module. A module with several names gets the first; wrapper parts are removed."""
+    """Return the path of every module that may compute attention or a part of it.
+
+    A module with several names gets the first; wrapper parts are removed.
+    """
     inner = model
     while isinstance(inner, nn.parallel.DistributedDataParallel | nn.DataParallel):
         inner = inner.module
@@ -28,7 +33,8 @@ def name_modules(model: nn.Module) -> dict[nn.Module, str]:
     for path, module in inner.named_modules():
         if _WRAPPED.search(path):
             path = ".".join(part for part in path.split(".") if part not in WRAPPERS)
-        names.setdefault(module, path)
+        if type(module) not in _IDLE:
+            names.setdefault(module, path)
     unwrapped = compiled_from(inner)
     while isinstance(unwrapped, nn.parallel.DistributedDataParallel | nn.DataParallel):
         shortened = {module: path.removeprefix("module").removeprefix(".") for module, path in names.items()}

@@ -33,8 +33,8 @@ class Listener(Protocol):
         """Handle the start of a module call."""
         ...
 
-    def run(self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the output of a module call that this listener alone follows."""
+    def run_whole(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Return the output of a call that only this listener follows and sees as a whole, otherwise NotImplemented."""
         ...
 
     def note_eager(self) -> None:
@@ -104,11 +104,15 @@ def _run(module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwa
             told.append((listener, listener.count_running()))
     if not told:
         return call(module, *args, **kwargs)
+    if len(told) == 1:
+        output = told[0][0].run_whole(module, call, args, kwargs)
+        if output is not NotImplemented:
+            return output
     output, has_failed = None, True
     try:
         for listener, _ in told:
             listener.begin_module(module, args, kwargs)
-        output = told[0][0].run(module, call, args, kwargs) if len(told) == 1 else call(module, *args, **kwargs)
+        output = call(module, *args, **kwargs)
         has_failed = False
     finally:
         _end(told, output, has_failed)

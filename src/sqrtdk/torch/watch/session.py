@@ -204,30 +204,38 @@ class Watch(AbstractContextManager[Seen]):
         thread.calls += 1
         thread.frames.append(Frame(thread.calls, module, self._names[module], products, taken, args, kwargs))
 
-    def run(self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the output of a module call. A linear layer is one product, which is seen without its operations."""
+    def run_whole(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Return the output of a linear layer, which is one product and is seen without its operations.
+
+        Return NotImplemented for any other module, which is then followed.
+        """
         thread = self._thread
         recogniser = thread.recogniser
         if (
             not thread.is_on
             or recogniser is None
+            or not thread.frames
             or not is_plain_linear(module, args, kwargs)
             or is_in_backward()
             or recogniser.knows_scores(args[0])
             or not take_off(recogniser)
         ):
-            return call(module, *args, **kwargs)
+            return NotImplemented
         try:
             output = call(module, *args)
-            recogniser.see_linear(args[0], **own_parameters(module), output=output)
         finally:
             put_back(recogniser)
+        if self._known is not None:
+            self._known.ran.add(module)
+        recogniser.note_linear(self._names[module], args[0], own_parameters(module), output)
         return output
 
     def end_module(self, running: int, output: Any, *, has_failed: bool) -> None:
         """Handle the end of a module call, also by an exception; `running` modules ran when the call began."""
         thread = self._thread
         recogniser = thread.recogniser
+        if recogniser is not None:
+            recogniser.settle()
         if thread.is_on and not has_failed and recogniser is not None and len(thread.frames) == running + 1:
             frame = thread.frames[-1]
             is_projection = recogniser.products > frame.products and recogniser.taken == frame.taken

@@ -32,10 +32,12 @@ def see_product(
     alpha: float = 1.0,
     added: Tensor | None = None,
     beta: float = 1.0,
+    path: str | None = None,
 ) -> bool:
     """Record a matrix product as weights times values, a projection, or scores.
 
-    Return whether a factor is known to be computed from more than learnt tensors.
+    Return whether a factor is known to be computed from more than learnt tensors. `path` is that of the module, None
+    for the one that runs.
     """
     is_of_data = False
     for one, other, axis in ((a, b, a.ndim - 1), (b, a, b.ndim - 2)):
@@ -52,7 +54,7 @@ def see_product(
     projection = watcher.read_projection(b, output, added) if plain and is_learnt else None
     # Each head has its own weights, and all heads have the same tokens.
     per_head = is_learnt and b.ndim == 3 and b.shape[0] > 1 and b.stride(0) != 0 and a.stride(0) == 0
-    lineage = watcher.root(output, a, projection, (-1, 0) if per_head else (-1,))
+    lineage = watcher.root(output, a, projection, (-1, 0) if per_head else (-1,), path=path)
     if is_learnt or has_bias or a.ndim not in (2, 3) or not output.is_floating_point():
         return is_of_data
     q, k = (a, b.transpose(-1, -2)) if a.ndim == 3 else (a[None], b.t()[None])
