@@ -6,6 +6,7 @@ import argparse
 import os
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -165,6 +166,9 @@ def main() -> None:
     parser.add_argument("--nodes", action="store_true", help="only measure a cluster of two nodes against one node")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if sys.dont_write_bytecode:  # other processes would compile torch and Ray at each start, which pip does once
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+        os.environ.setdefault("PYTHONPYCACHEPREFIX", f"{sys.prefix}/bytecode")
     specs = [RunSpec(steps=options.steps, seed=seed) for seed in range(options.runs)]
     if options.nodes:
         print("\n".join(compare_nodes(options.steps, options.pairs)))

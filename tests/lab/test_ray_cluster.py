@@ -42,6 +42,11 @@ def numbers(records):
     return [({k: v for k, v in one.row.items() if k != "seconds"}, dict(one.curves), one.maps) for one in records]
 
 
+def list_children(pid, name):
+    listed = subprocess.run(["ps", "-wwo", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True)
+    return {int(line.split()[0]) for line in listed.stdout.splitlines() if name in line}
+
+
 def free_port():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -148,20 +153,18 @@ def cluster(home):
 def test_a_cluster_of_this_machines_own_gives_the_local_table_and_ends(home, truth, tmp_path):
     import ray
 
-    told = []
+    told, folder = [], os.path.dirname(ray.__file__)
     with Lab(tmp_path / "runs.sqlite", Ray("ray", workers=2), told.append) as lab:
         assert numbers(lab.run(SPECS)) == truth
         assert numbers(lab.run(SPECS)) == truth  # from the store
+        assert len(list_children(os.getpid(), folder)) == 2  # its state and its scheduler, and no part without use
     assert not ray.is_initialized()
+    assert not list_children(os.getpid(), folder)
     assert told[-1].done == len(SPECS)
 
 
 @with_cluster
 def test_workers_of_one_sweep_serve_the_next(home):
-    def list_children(pid, name):
-        listed = subprocess.run(["ps", "-wwo", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True)
-        return {int(line.split()[0]) for line in listed.stdout.splitlines() if name in line}
-
     with Lab(None, Ray("ray", workers=2)) as lab:
         lab.run(SPECS[:4])
         time.sleep(3.0)  # by default Ray ends an idle worker after one second

@@ -6,8 +6,8 @@ import importlib.util
 import os
 import socket
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,9 @@ _STOP_SECONDS = 3.0
 _ANSWER_SECONDS = 5.0
 # For the versions of all nodes, before the first run is sent: a worker starts there and loads sqrtdk without torch.
 _VERSIONS_SECONDS = 10.0
+# Starts of what a cluster of one machine and one driver has no use for, and `ray.init` no option: the autoscaler, the
+# dashboard's server (it starts without a page too) and the log monitor.
+_UNUSED_PARTS = ("start_monitor", "start_api_server", "start_log_monitor")
 
 
 class Ray:
@@ -103,7 +106,8 @@ class Ray:
         if self._runtime_env:
             settings["runtime_env"] = self._runtime_env
         try:
-            ray.init(**settings, log_to_driver=False, logging_level="ERROR")
+            with _unused_parts_left_out():
+                ray.init(**settings, log_to_driver=False, logging_level="ERROR")
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise _unanswered(self.on, error) from None
         self._is_connected = True
@@ -264,6 +268,18 @@ def _train(job: Job, mailbox: Any) -> tuple[RunRecord, dict[str, str], str] | No
         if answers:
             ray.wait(answers, timeout=_ANSWER_SECONDS)
         return None
+
+
+@contextmanager
+def _unused_parts_left_out() -> Iterator[None]:
+    """Let `ray.init` start a cluster without the unused parts; with them, in seconds more, if Ray has renamed them."""
+    from unittest import mock
+
+    nothing: dict[str, Any] = dict.fromkeys(_UNUSED_PARTS, lambda node, **options: None)
+    with ExitStack() as stack:
+        with suppress(ImportError, AttributeError):
+            stack.enter_context(mock.patch.multiple("ray._private.node.Node", **nothing))
+        yield
 
 
 def _require_answer(on: str) -> None:
