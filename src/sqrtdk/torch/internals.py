@@ -255,9 +255,10 @@ def is_plain_linear(one: module.Module, args: tuple[Any, ...], kwargs: dict[str,
     )
 
 
-def own_parameters(of: module.Module) -> dict[str, Any]:
-    """Return a module's own parameters by name."""
-    return of._parameters
+def read_linear(of: module.Module) -> tuple[Tensor, Tensor | None]:
+    """Return the weight and the bias of a linear layer. Attributes of modules are looked up in ten times the time."""
+    parameters: dict[str, Any] = of._parameters
+    return parameters["weight"], parameters["bias"]
 
 
 def own_tensors(of: module.Module) -> list[Tensor]:

@@ -14,6 +14,13 @@ class Followed(nn.Linear):
     """The same layer, but not torch's own class: its operations are followed."""
 
 
+class Rotation(nn.Module):
+    """A rotation that also doubles its vectors, in a module of its own."""
+
+    def forward(self, x):
+        return torch.cat([-x[..., 2:], x[..., :2]], dim=-1) * 1.2 + x * 1.6
+
+
 class Attention(nn.Module):
     """Attention with linear layers of a given class, written by hand."""
 
@@ -22,22 +29,25 @@ class Attention(nn.Module):
         self.q_proj, self.k_proj, self.v_proj = (kind(WIDTH, WIDTH, bias=bias) for _ in range(3))
         self.mix = kind(HEADS, HEADS, bias=False)
         self.learnt = nn.Parameter(torch.randn(5, WIDTH))
+        self.rotation = Rotation()
         self.change = "none"
 
     def forward(self, x):
         y = torch.cat([self.learnt.expand(len(x), -1, -1), x], dim=1) if self.change == "learnt tokens" else x
         if self.change == "strided":
             x = y = x.repeat_interleave(2, dim=-1)[..., ::2]
-        q, k, v = (f(z).unflatten(-1, (HEADS, -1)).transpose(1, 2) for f, z in self.sides(x, y))
+        k, v, q = (f(z).unflatten(-1, (HEADS, -1)).transpose(1, 2) for f, z in self.sides(x, y))
         if self.change == "rotated":
             q, k = (torch.cat([-z[..., 2:], z[..., :2]], dim=-1) * 0.6 + z * 0.8 for z in (q, k))
+        elif self.change == "rotated by a module":
+            q = self.rotation(q)
         weights = (q @ k.transpose(-1, -2) * RIGHT).softmax(-1)
         if self.change == "mixed":
             weights = self.mix(weights.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
         return (weights @ v).transpose(1, 2).flatten(2)
 
     def sides(self, x, y):
-        return (self.q_proj, x), (self.k_proj, y), (self.v_proj, y)
+        return (self.k_proj, y), (self.v_proj, y), (self.q_proj, x)
 
 
 def describe(model, x):
@@ -66,12 +76,12 @@ def compare(change, context=torch.no_grad, bias=True, x=None):
     return found
 
 
-@pytest.mark.parametrize("change", ["none", "rotated", "strided", "learnt tokens", "mixed"])
+@pytest.mark.parametrize("change", ["none", "rotated", "rotated by a module", "strided", "learnt tokens", "mixed"])
 @pytest.mark.parametrize("context", [torch.no_grad, torch.enable_grad, torch.inference_mode])
 @pytest.mark.parametrize("bias", [True, False])
 def test_results_are_those_of_following_every_operation(change, context, bias):
     (scale,), missed, notes, *_ = compare(change, context, bias)
-    assert scale.effective == pytest.approx(RIGHT)
+    assert scale.effective == pytest.approx(2 * RIGHT if change == "rotated by a module" else RIGHT)
     assert not missed
     assert bool(notes) == (change == "mixed")
 

@@ -22,8 +22,8 @@ from sqrtdk.torch.internals import (
     is_spread,
     leave_mode,
     local_part,
-    own_parameters,
     put_back,
+    read_linear,
     storage_address,
     take_off,
     unseen,
@@ -199,8 +199,10 @@ class Watch(AbstractContextManager[Seen]):
                 self._begin_call()
         if self._known is not None:
             self._note_run(self._known, module)
-        recogniser = thread.recogniser
-        products, taken = (0, 0) if recogniser is None else (recogniser.products, recogniser.taken)
+        recogniser, products, taken = thread.recogniser, 0, 0
+        if recogniser is not None:
+            recogniser.settle()  # products before this module are not its own
+            products, taken = recogniser.products, recogniser.taken
         thread.calls += 1
         thread.frames.append(Frame(thread.calls, module, self._names[module], products, taken, args, kwargs))
 
@@ -215,6 +217,7 @@ class Watch(AbstractContextManager[Seen]):
             not thread.is_on
             or recogniser is None
             or not thread.frames
+            or self._is_sharded  # parameters are whole only while their own module runs
             or not is_plain_linear(module, args, kwargs)
             or is_in_backward()
             or recogniser.knows_scores(args[0])
@@ -227,7 +230,7 @@ class Watch(AbstractContextManager[Seen]):
             put_back(recogniser)
         if self._known is not None:
             self._known.ran.add(module)
-        recogniser.note_linear(self._names[module], args[0], own_parameters(module), output)
+        recogniser.note_linear(self._names[module], args[0], *read_linear(module), output)
         return output
 
     def end_module(self, running: int, output: Any, *, has_failed: bool) -> None:

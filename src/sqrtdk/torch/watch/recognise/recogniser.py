@@ -75,8 +75,8 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
         # The running modules, and the path of the innermost one.
         self.locate, self.path = locate, path
         self._open = OpenCalls(take)
-        # Linear layers that are not recorded yet: path, input, parameters and output.
-        self._linears: list[tuple[str, Tensor, dict[str, Any], Tensor]] = []
+        # Linear layers that are not recorded yet: path, input, weight, bias and output.
+        self._linears: list[tuple[str, Tensor, Tensor, Tensor | None, Tensor]] = []
         # Numbers of the module calls that contain a norm.
         self._normalising: set[int] = set()
         self._is_parameter = is_parameter
@@ -152,12 +152,12 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
         fact = self.memory.look_up(tensor)
         return fact is not None and (fact.scores is not None or bool(fact.candidates))
 
-    def note_linear(self, path: str, x: Tensor, parameters: dict[str, Any], output: Tensor) -> None:
+    def note_linear(self, path: str, x: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor) -> None:
         """Note a linear layer that ran unobserved, to be recorded before the next operation that is followed.
 
         Queries, keys and values are projected one after another. Recorded together, they take less than half the time.
         """
-        self._linears.append((path, x, parameters, output))
+        self._linears.append((path, x, weight, bias, output))
         if len(self._linears) >= _MOST_LINEARS:
             self.settle()
 
@@ -166,8 +166,7 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
         if not self._linears:
             return
         linears, self._linears = self._linears, []
-        for path, x, parameters, output in linears:
-            weight, bias = parameters["weight"], parameters["bias"]
+        for path, x, weight, bias, output in linears:
             try:
                 with unseen():
                     rows = output if output.ndim == 2 else output.flatten(0, -2)
