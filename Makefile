@@ -128,6 +128,7 @@ setup: $(VENV)/dev.stamp $(VENV)/kernel.stamp
 # Tried again where it could not be compiled before.
 kernel: $(VENV)/kernel.stamp
 	@$(COMPILED) || { rm -f build/*/CMakeCache.txt; $(INSTALL); }
+	@grep -qx all $(VENV)/levels || $(INSTALL)
 
 # $(call system_package,command,package,consequence): a missing package is named before it is installed; where it cannot be
 # installed, the target says what follows from that and goes on.
@@ -143,7 +144,7 @@ compiler:
 	$(call system_package,$${CXX:-c++},g++,without a C++17 compiler no kernel is built and targets that require the kernel stop)
 
 # An installation without the kernel or with one level alone, as `make run` makes it, is made good.
-compiled: compiler $(VENV)/kernel.stamp
+compiled: compiler setup
 	@$(COMPILED) || { rm -f build/*/CMakeCache.txt; $(INSTALL); }
 	@grep -qx all $(VENV)/levels || $(INSTALL)
 	@$(COMPILED)

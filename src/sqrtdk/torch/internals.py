@@ -54,6 +54,7 @@ _refer_weakly = cast(Callable[[torch.UntypedStorage], int], torch.UntypedStorage
 _free_weak = cast(Callable[[int], None], torch.UntypedStorage._free_weak_ref)
 _is_expired = cast(Callable[[int], bool], torch.UntypedStorage._expired)
 _has_storage: Callable[[Tensor], bool] = torch._C._has_storage
+_count_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 _mode_at: Callable[[int], object] = torch._C._get_dispatch_stack_at
 _push_mode: Callable[[Any], None] = torch._C._push_on_torch_dispatch_stack
 _pop_mode: Callable[[None], object] = torch._C._pop_torch_dispatch_stack
@@ -242,7 +243,9 @@ def is_plain_linear(one: module.Module, args: tuple[Any, ...], kwargs: dict[str,
     if x.ndim < 2 or x.is_nested or x.layout is not torch.strided:
         return False
     parameters = own["_parameters"]
-    bias = parameters.get("bias")
+    if "bias" not in parameters or _count_function_modes():
+        return False
+    bias = parameters["bias"]
     return (
         type(parameters.get("weight")) is torch.nn.Parameter
         and (bias is None or type(bias) is torch.nn.Parameter)

@@ -1,13 +1,16 @@
 """A plain linear layer is seen as one product, with the results of following its operations one by one."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sqrtdk.torch import watch
-from torch_watched import HEADS, RIGHT, WIDTH, build, make_input, modes_now
+from torch_watched import HEADS, RIGHT, WIDTH, Fused, build, make_input, modes_now
 
 
 class Followed(nn.Linear):
@@ -188,3 +191,76 @@ def test_gradients_are_those_of_the_plain_model():
     watched = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     assert all(map(torch.equal, plain, watched))
     assert len(plain) == len(watched) == 6
+
+
+@pytest.mark.parametrize("bias", [None, torch.ones(WIDTH)])
+def test_a_bias_that_is_no_parameter(bias):
+    model, x = build(Attention), make_input()
+    del model.q_proj.bias
+    model.q_proj.bias = bias
+    with torch.no_grad():
+        plain = model(x)
+        with watch(model) as seen:
+            assert torch.equal(model(x), plain)
+    assert seen.scales[0].effective == pytest.approx(RIGHT)
+
+
+class Halving(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        return result * 0.5 if function is functional.linear else result
+
+
+def test_a_function_mode_that_changes_the_layer_is_followed():
+    model = build(Attention)
+    with torch.no_grad(), watch(model) as seen, Halving():
+        model(make_input())
+    assert seen.scales[0].effective == pytest.approx(RIGHT / 4)
+
+
+def test_a_weight_of_another_model_is_no_parameter():
+    model, other = build(Attention, nn.Linear, False), build(Attention, nn.Linear, False, seed=2)
+    followed = build(Attention, Followed, False)
+    results = []
+    for one in (model, followed):
+        own = one.q_proj
+        one.register_forward_pre_hook(lambda module, args, own=own: own._parameters.update(weight=other.q_proj.weight))
+        with torch.no_grad():
+            results.append(describe(one, make_input())[2][1:3])
+    assert results[0] == results[1]
+
+
+def test_outputs_of_a_chain_are_freed():
+    class Chain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(8))
+
+        def forward(self, x):
+            alive = []
+            for layer in self.layers:
+                x = layer(x)
+                alive.append(weakref.ref(x))
+            self.alive = sum(one() is not None for one in alive)
+            return x
+
+    model = Chain()
+    with torch.no_grad(), watch(model):
+        model(torch.randn(2, 8))
+    assert model.alive <= 2
+
+
+def test_a_product_that_a_strided_input_makes_is_not_missed_later():
+    class Strided(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.project, self.attend = nn.Linear(WIDTH, WIDTH), Fused()
+
+        def forward(self, x):
+            return self.attend(self.project(x.transpose(1, 2).contiguous().transpose(1, 2)))
+
+    model = build(Strided).requires_grad_(False)
+    with torch.no_grad(), watch(model) as seen:
+        for _ in range(6):
+            model(make_input())
+    assert not seen.unattributed

@@ -1,11 +1,13 @@
-"""Readings of additive masks: once for all layers that share a mask, anew after any change."""
+"""Readings of additive masks: shared by the steps of one observation, made anew for the next."""
 
 import math
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional
 
-from sqrtdk.torch.watch.recognise import masks
+from sqrtdk.torch import watch
 from sqrtdk.torch.watch.recognise.masks import close_masked, forget_mask, read_mask
 
 
@@ -15,19 +17,13 @@ def _forgotten():
     forget_mask()
 
 
-def test_layers_share_a_reading():
+def test_steps_share_a_reading():
     mask = torch.zeros(2, 1, 3, 4)
     assert read_mask(mask) is read_mask(mask.detach()) is read_mask(mask[:, :, :, :])
     assert read_mask(mask[..., 1:]) is not read_mask(mask)
-
-
-@pytest.mark.parametrize("change", [lambda mask: mask.fill_(-math.inf), lambda mask: mask[0].add_(-1e9)])
-def test_a_mask_that_changes_is_read_again(change):
-    mask = torch.zeros(2, 1, 3, 4)
-    assert bool(read_mask(mask).shown.all())
-    change(mask)
-    assert not bool(read_mask(mask).shown.all())
-    assert torch.equal(read_mask(mask).seen, read_mask(mask).shown.flatten(1, 2).any(dim=1))
+    before = read_mask(mask)
+    forget_mask()
+    assert read_mask(mask) is not before
 
 
 def test_the_address_of_a_freed_mask_tells_nothing():
@@ -46,13 +42,34 @@ def test_numbers_that_mean_minus_infinity_hide_and_others_are_added():
     assert read_mask(torch.tensor([[[[0.0, math.nan]]]])).adds
 
 
-def test_masks_of_inference_mode_are_read_each_time():
-    with torch.inference_mode():
-        mask = torch.zeros(1, 1, 2, 2)
-        assert read_mask(mask) is not read_mask(mask)
+class Changing(nn.Module):
+    """Two layers that share a mask, which is opened between them."""
+
+    def __init__(self, change, is_fused):
+        super().__init__()
+        self.change, self.is_fused = change, is_fused
+        self.first, self.second = (nn.Linear(8, 24) for _ in range(2))
+
+    def forward(self, x):
+        mask = torch.full((5, 5), -1e9).triu(1)
+        y = self.attend(self.first(x), mask)
+        self.change(mask)
+        return self.attend(self.second(y), mask)
+
+    def attend(self, projected, mask):
+        q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in projected.chunk(3, dim=-1))
+        if self.is_fused:
+            return functional.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)
+        return ((q @ k.transpose(-1, -2) * 0.5 + mask).softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
-def test_nothing_is_kept_after_a_call():
-    read_mask(torch.zeros(1, 1, 2, 2))
-    forget_mask()
-    assert masks._last.reading is None
+@pytest.mark.parametrize("is_fused", [True, False])
+@pytest.mark.parametrize("change", [lambda mask: mask.zero_(), lambda mask: mask.numpy().fill(0.0)])
+def test_a_mask_that_changes_between_layers_is_read_again(change, is_fused):
+    model = Changing(change, is_fused)
+    with torch.no_grad(), watch(model) as seen:
+        for _ in range(3):  # later calls are followed for fused operations alone
+            model(torch.randn(2, 5, 8))
+    assert not seen.unattributed
+    # The module's two calls are one layer: its queries see three of five keys on average, then all five.
+    assert seen.layers[""]["visible_keys"].mean.tolist() == [4.0, 4.0]

@@ -220,6 +220,7 @@ class Watch(AbstractContextManager[Seen]):
             or self._is_sharded  # parameters are whole only while their own module runs
             or not is_plain_linear(module, args, kwargs)
             or is_in_backward()
+            or not recogniser.is_learnt(read_linear(module)[0])
             or recogniser.knows_scores(args[0])
             or not take_off(recogniser)
         ):
@@ -230,6 +231,8 @@ class Watch(AbstractContextManager[Seen]):
             put_back(recogniser)
         if self._known is not None:
             self._known.ran.add(module)
+            # Some linear layers of strided tensors are such a product, which is not seen here.
+            self._known.heard.add((self._names[module], "aten::bmm"))
         recogniser.note_linear(self._names[module], args[0], *read_linear(module), output)
         return output
 

@@ -8,13 +8,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from sqrtdk.torch.internals import WeakStorage, count_changes, storage_address
+from sqrtdk.torch.internals import WeakStorage, storage_address
 from sqrtdk.torch.minus_infinity import hides
 from sqrtdk.torch.watch.recognise.coordinates import Spot
 
 
 class MaskReading:
-    """What a boolean or additive mask `[B, H, L, S]` means. Layers share a mask, so the last reading is kept."""
+    """Meaning of a boolean or additive mask `[B, H, L, S]`. Several steps of an observation ask for it."""
 
     def __init__(self, mask: Tensor) -> None:
         self.shown: Tensor = mask if mask.dtype == torch.bool else ~hides(mask)
@@ -30,7 +30,7 @@ class MaskReading:
 
 class _Last(threading.local):
     def __init__(self) -> None:
-        self.key: tuple[WeakStorage, Spot, int] | None = None
+        self.key: tuple[WeakStorage, Spot] | None = None
         self.reading: MaskReading | None = None
 
 
@@ -38,17 +38,17 @@ _last = _Last()
 
 
 def read_mask(mask: Tensor) -> MaskReading:
-    """Return the reading of a mask, from the layer before if it is the same mask."""
-    if mask.dtype == torch.bool or mask.is_inference() or not storage_address(mask):
+    """Return the reading of a mask, from the step before if it is the same mask."""
+    if mask.dtype == torch.bool or not storage_address(mask):
         return MaskReading(mask)
-    key = (WeakStorage(mask), Spot.of(mask), count_changes(mask))
+    key = (WeakStorage(mask), Spot.of(mask))
     if _last.reading is None or _last.key != key:
         _last.key, _last.reading = key, MaskReading(mask)
     return _last.reading
 
 
 def forget_mask() -> None:
-    """Free the memory of the last reading."""
+    """Forget the last reading: before another operation is looked at, since a model may change its mask in between."""
     _last.key = _last.reading = None
 
 

@@ -37,6 +37,7 @@ from sqrtdk.torch.watch.recognise.fused_operations import (
 )
 from sqrtdk.torch.watch.recognise.known_tensors import KnownTensors
 from sqrtdk.torch.watch.recognise.lineage import Lineage
+from sqrtdk.torch.watch.recognise.masks import forget_mask
 from sqrtdk.torch.watch.recognise.nested import see_nested
 from sqrtdk.torch.watch.recognise.operations import HANDLERS, VIEWS, see_unknown
 from sqrtdk.torch.watch.recognise.parts import Candidate, OpenCalls, Stack, common
@@ -116,6 +117,7 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
         self.refuse(f"{what}: {type(error).__name__}: {words}".removesuffix(": "))
 
     def _look_at(self, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        forget_mask()
         if name in TELLING:
             self._hear(name)
         if isinstance(result, Tensor) and result.is_nested and see_nested(self, name, args, result):
@@ -157,6 +159,8 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
 
         Queries, keys and values are projected one after another. Recorded together, they take less than half the time.
         """
+        if self._linears and self._linears[-1][-1] is x:
+            self.settle()  # so that no chain of outputs stays in memory
         self._linears.append((path, x, weight, bias, output))
         if len(self._linears) >= _MOST_LINEARS:
             self.settle()

@@ -14,6 +14,7 @@ from sqrtdk.torch.internals import DispatchMode, bind, is_in_backward, local_par
 from sqrtdk.torch.watch.modules import LayerKey
 from sqrtdk.torch.watch.recognise.calls import NotUnderstoodError, SeenCall, measure
 from sqrtdk.torch.watch.recognise.fused_operations import FUSED, OWN, find_rows, looks_like_attention, with_statistics
+from sqrtdk.torch.watch.recognise.masks import forget_mask
 from sqrtdk.torch.watch.recognise.parts import Candidate, Stack
 
 TELLING = frozenset({"aten::_softmax", "aten::_safe_softmax", "aten::softmax", "aten::bmm", "aten::baddbmm"})
@@ -112,6 +113,7 @@ class FusedOnly(DispatchMode):  # type: ignore[misc]
         return result
 
     def _see(self, name: str, calls: list[SeenCall], result: Any) -> None:
+        forget_mask()
         with unseen():
             for call in calls:
                 rows = find_rows(name, call, result)
