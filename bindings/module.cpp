@@ -333,7 +333,6 @@ NB_MODULE(_kernel, module) {
     module.def("add_up_lengths", &add_up_lengths, nb::arg("dtype"), nb::arg("queries"), nb::arg("keys"),
                nb::arg("scale"), nb::arg("width"), nb::arg("sums"), "Sums of query lengths and key spread, per head.");
     module.def("levels", &list_levels, "The CPU levels compiled in, best first: (name, runs here).");
-    module.def("best_level", [] { return sqrtdk::best_level(); }, "The best level that runs here.");
     module.def("probe_fma", &sqrtdk::probe_fma, nb::arg("level"), nb::arg("threads"), nb::call_guard<ReleasedGil>(),
                "float32 multiply-adds per second.");
     module.def("probe_read", &sqrtdk::probe_read, nb::arg("level"), nb::arg("threads"), nb::call_guard<ReleasedGil>(),

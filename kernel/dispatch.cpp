@@ -76,10 +76,4 @@ const Level* levels(int* count) {
     return found.item;
 }
 
-const char* best_level() {
-    for (const Implementation& item : implementations)
-        if (item.runs_here()) return item.name;
-    return "portable";
-}
-
 }  // namespace sqrtdk

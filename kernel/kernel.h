@@ -193,7 +193,6 @@ struct Level {
     bool runs_here;
 };
 const Level* levels(int* count);
-const char* best_level();
 
 // Machine probes for the benchmark: multiply-adds (float32) and bytes read per second on `threads` threads of the pool.
 double probe_fma(const char* level, int threads);

@@ -99,6 +99,17 @@ def test_a_backend_that_does_not_run_here_says_why(monkeypatch):
         backends.use("avx2")
 
 
+def test_without_a_level_for_this_cpu_the_reference_computes(monkeypatch):
+    class OfAnotherMachine:
+        @staticmethod
+        def levels():
+            return [("avx512", False)]
+
+    monkeypatch.setattr(backends, "_load_kernel", lambda: (OfAnotherMachine, None))
+    plan = backends._make_plan(backends._Choice(None, 1))
+    assert (plan.level, plan.forward) == ("reference", None)
+
+
 @pytest.mark.parametrize(
     ("count", "kind", "text"),
     [

@@ -217,7 +217,8 @@ def _make_plan(choice: _Choice) -> Plan:
     kernel, _ = _load_kernel()
     is_forced = name is not None
     if name is None:
-        name = REFERENCE if kernel is None else kernel.best_level()
+        levels = [] if kernel is None else kernel.levels()  # best first
+        name = next((level for level, runs_here in levels if runs_here), REFERENCE)
     count = choice.threads if choice.threads is not None else _default_threads()
     if kernel is None or name == REFERENCE:
         return Plan(None, None, name, count, is_forced)

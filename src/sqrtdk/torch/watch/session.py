@@ -110,8 +110,8 @@ def _check_numbers(model: nn.Module) -> None:
 
 
 def _device_of(model: nn.Module) -> str:
-    parameter = next(model.parameters(), None)
-    return "cpu" if parameter is None else parameter.device.type
+    """Return the kind of device that a model computes on. Weights on meta are loaded to another one for each call."""
+    return next((one.device.type for one in model.parameters() if one.device.type != "meta"), "cpu")
 
 
 class _Thread(threading.local):
