@@ -19,10 +19,7 @@ _MOST_KEYS = 1 << 20
 
 
 class _Scratch(threading.local):
-    """Room for the bins of one call, kept for the next call.
-
-    Freed after each call, it would tear holes into memory that a watched model comes back to.
-    """
+    """Arrays for the bins of one call, kept for the next call so that memory of their size is not freed each time."""
 
     def __init__(self) -> None:
         self._arrays = np.empty(0, np.int16), np.empty(0, np.int64)

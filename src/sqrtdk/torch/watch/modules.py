@@ -14,7 +14,7 @@ from sqrtdk.torch.internals import WRAPPERS, compiled_from, local_part, own_tens
 
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "num_query_heads")
 _WRAPPED = re.compile("|".join(WRAPPERS))
-# Modules whose calls matter to nobody; in eval mode they do nothing.
+# Modules that compute no part of attention; in eval mode they return their input.
 _IDLE = (nn.Dropout, nn.Identity)
 # Upper limit for the calls of one module in one forward pass that become separate layers. More calls are a loop, and
 # would fill the memory.

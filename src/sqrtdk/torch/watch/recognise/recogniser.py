@@ -157,7 +157,7 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
     def note_linear(self, path: str, x: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor) -> None:
         """Note a linear layer that ran unobserved, to be recorded before the next operation that is followed.
 
-        Queries, keys and values are projected one after another. Recorded together, they take less than half the time.
+        Queries, keys and values are projected one after another and are recorded together.
         """
         if self._linears and self._linears[-1][-1] is x:
             self.settle()  # so that no chain of outputs stays in memory
