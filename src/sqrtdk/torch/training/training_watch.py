@@ -14,6 +14,7 @@ from sqrtdk.torch.watch.modules import Frame
 from sqrtdk.torch.watch.padding import Padding
 from sqrtdk.torch.watch.recognise.calls import SeenCall
 from sqrtdk.torch.watch.session import Watch
+from sqrtdk.torch.watch.uninvolved import recall_uninvolved
 
 IGNORED_LABEL = -100
 """Label of tokens that have no part in the loss, in torch's cross-entropy and in Hugging Face models."""
@@ -52,7 +53,7 @@ class TrainingWatch(Watch):
         is_paused: Callable[[], bool],
         say: Callable[[str, str], None],
     ) -> None:
-        super().__init__(model)
+        super().__init__(model, uninvolved=recall_uninvolved(model))
         self._step, self._rows = step, rows
         self._is_paused, self._say = is_paused, say
         self._versions: int | None = None

@@ -11,11 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sqrtdk import checks
-from sqrtdk.errors import InvalidTypeError, InvalidValueError
+from sqrtdk.errors import InvalidValueError
 from sqrtdk.torch.internals import (
     WeakStorage,
-    has_numbers,
     is_compiled,
     is_in_backward,
     is_plain_linear,
@@ -28,13 +26,12 @@ from sqrtdk.torch.internals import (
     take_off,
     unseen,
 )
-from sqrtdk.torch.transformers_internals import is_loaded_per_call
 from sqrtdk.torch.watch.modules import (
     MOST_CALLS,
-    CallCounter,
     Frame,
     LayerKey,
     find_learnt,
+    find_tensors,
     name_modules,
     read_heads,
 )
@@ -47,66 +44,11 @@ from sqrtdk.torch.watch.recognise.repeated import NONE, UNLIKE, FusedOnly, Known
 from sqrtdk.torch.watch.running import listen
 from sqrtdk.torch.watch.score_sums import read_causes
 from sqrtdk.torch.watch.seen import Seen, SeenRows
+from sqrtdk.torch.watch.thread_state import ThreadState
+from sqrtdk.torch.watch.uninvolved import WHOLE_CALLS, CallRecord, Uninvolved
 from sqrtdk.wording.numbers import write_number
 
 _EAGER = "compiled regions ran eagerly while watched"
-# Numbers of the repeated calls that are followed in the whole model.
-_WHOLE = frozenset(4**power for power in range(1, 32))
-
-
-def watch(model: nn.Module, *, keep_rows: int | None = None) -> AbstractContextManager[Seen]:
-    """Measure every attention call of a model while it runs, head by head. The model's outputs stay bit-identical.
-
-    Inside the `with` block, every call of the model or of its modules is observed: F.scaled_dot_product_attention,
-    nn.MultiheadAttention and the encoder's fast path, Hugging Face models, `sqrtdk.torch.attention`, and hand-written
-    attention, from the product of queries and keys to the softmax. Calls outside the model do not count, nor does the
-    recomputation of a checkpoint. Compiled regions run eagerly meanwhile, and F.scaled_dot_product_attention is a
-    function that calls torch's. The model is not changed. After the block, even if an exception ends the block,
-    everything is as before.
-
-    After a call whose attention was all fused, such as the first of `generate`, later calls are followed for fused
-    attention alone: where F.scaled_dot_product_attention is called, in modules that computed other fused attention
-    before, in new modules, and in calls 4, 16, 64 and so on in the whole model. Attention of another kind there, and a
-    module without its attention, are listed in `unattributed`, and calls after that are followed fully.
-
-    Args:
-        model: any module.
-        keep_rows: the number of rows per layer whose scores are kept for `counterfactual`, sampled uniformly. Each row
-            takes 4 bytes per head and visible key. None keeps no rows.
-
-    Returns:
-        A context manager that yields `Seen`: `layers` {layer name: `HeadSummary`}, `scales`, `unattributed`, `padding`.
-        A module that is called several times in a forward pass makes several layers: `path (call 0)`, `path (call 1)`.
-
-    Raises:
-        InvalidTypeError, InvalidValueError: an argument is wrong, or the model's parameters have no numbers.
-
-    >>> layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
-    >>> with watch(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)) as seen:
-    ...     _ = layer(torch.zeros(1, 5, 16))           # not a call of the model: a copy of the layer is in it
-    >>> seen.layers
-    {}
-    """
-    if not isinstance(model, nn.Module):
-        raise InvalidTypeError("model", f"must be a torch.nn.Module, got {type(model).__name__}")
-    keep_rows = None if keep_rows is None else checks.integer("keep_rows", keep_rows, 1)
-    _check_numbers(model)
-    watching = Watch(model, known=Known())
-    watching.seen.keep_rows = keep_rows
-    return watching
-
-
-def _check_numbers(model: nn.Module) -> None:
-    """Raise for a model of meta or fake tensors, but not for a model whose weights are loaded for each call."""
-    name, parameter = next(model.named_parameters(), ("", None))
-    if parameter is None or has_numbers(parameter) or any(map(has_numbers, model.parameters())):
-        return
-    if not any(map(is_loaded_per_call, model.modules())):
-        kind = "on the device meta" if parameter.device.type == "meta" else "fake"
-        raise InvalidValueError(
-            f"model must have parameters with numbers, got tensors that are {kind} ({name} and all others); load or "
-            "initialise its weights first"
-        )
 
 
 def _device_of(model: nn.Module) -> str:
@@ -114,38 +56,25 @@ def _device_of(model: nn.Module) -> str:
     return next((one.device.type for one in model.parameters() if one.device.type != "meta"), "cpu")
 
 
-class _Thread(threading.local):
-    """State of one thread inside the model."""
-
-    def __init__(self) -> None:
-        self.frames: list[Frame] = []
-        self.calls = 0
-        self.counter = CallCounter()
-        self.recogniser: Recogniser | None = None
-        self.is_on = False
-        # Whether the call is a repeated one, its mode, and the number of running modules when the mode was entered.
-        self.is_repeated = False
-        self.fused_only: FusedOnly | None = None
-        self.fused_from: int | None = None
-        # Whether torch's attention function runs.
-        self.is_in_function = False
-        # Collects requested weights; None if no weights are requested.
-        self.wanted: list[Any] | None = None
-
-
 class Watch(AbstractContextManager[Seen]):
     """Passive watch: is notified of the model's module calls and keeps a recogniser on while a module runs.
 
     The watch closes at the end of the `with` block, after an exception, or when it is garbage collected.
+
+    Args:
+        model: the model.
+        known: collects facts that spare work in repeated calls with fused attention; None follows such calls too.
+        uninvolved: modules that need not be followed, as earlier calls showed; None follows all modules.
     """
 
-    def __init__(self, model: nn.Module, *, known: Known | None = None) -> None:
+    def __init__(self, model: nn.Module, *, known: Known | None = None, uninvolved: Uninvolved | None = None) -> None:
         self._model = model
-        # Collects facts that spare work in repeated calls; None follows every call fully.
         self._known = known
-        self.spares_work = known is not None
+        self._uninvolved = uninvolved
+        self._had_repeated = False
+        self.spares_work = known is not None or uninvolved is not None
         self._lock = threading.Lock()
-        self._thread = _Thread()
+        self._thread = ThreadState()
         self._names: dict[nn.Module, str] = {}
         self._heads: dict[nn.Module, int | None] = {}
         self._parameters: frozenset[int] = frozenset()
@@ -182,6 +111,8 @@ class Watch(AbstractContextManager[Seen]):
     def follows(self, module: nn.Module) -> bool:
         """Return whether calls of a module matter: in a repeated call those around attention, and unknown modules."""
         known, thread = self._known, self._thread
+        if thread.unfollowed is not None:
+            return False
         if known is not None and thread.is_repeated and thread.fused_from != 0 and module in known.ran:
             return module in known.around
         return module in self._names
@@ -207,7 +138,7 @@ class Watch(AbstractContextManager[Seen]):
         thread.frames.append(Frame(thread.calls, module, self._names[module], products, taken, args, kwargs))
 
     def run_whole(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Return the output of a linear layer, which is one product and is seen without its operations.
+        """Return the output of a module that is seen without its operations: uninvolved, or a linear layer.
 
         Return NotImplemented for any other module, which is then followed.
         """
@@ -218,8 +149,13 @@ class Watch(AbstractContextManager[Seen]):
             or recogniser is None
             or not thread.frames
             or self._is_sharded  # parameters are whole only while their own module runs
-            or not is_plain_linear(module, args, kwargs)
             or is_in_backward()
+        ):
+            return NotImplemented
+        if module in thread.uninvolved:
+            return self._run_unfollowed(recogniser, module, call, args, kwargs)
+        if (
+            not is_plain_linear(module, args, kwargs)
             or not recogniser.is_learnt(read_linear(module)[0])
             or recogniser.knows_scores(args[0])
             or not take_off(recogniser)
@@ -229,11 +165,35 @@ class Watch(AbstractContextManager[Seen]):
             output = call(module, *args)
         finally:
             put_back(recogniser)
-        if self._known is not None:
-            self._known.ran.add(module)
-            # Some linear layers of strided tensors are such a product, which is not seen here.
-            self._known.heard.add((self._names[module], "aten::bmm"))
+        for known in (self._known, thread.record):
+            if known is not None:
+                known.ran.add(module)
+                # Some linear layers of strided tensors are such a product, which is not seen here.
+                known.heard.add((self._names[module], "aten::bmm"))
         recogniser.note_linear(self._names[module], args[0], *read_linear(module), output)
+        return output
+
+    def _run_unfollowed(
+        self, recogniser: Recogniser, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """Return the output of a module that takes no part in attention. Its operations are not observed.
+
+        Return NotImplemented if another mode observes the module.
+        """
+        thread = self._thread
+        recogniser.settle()
+        if not take_off(recogniser):
+            return NotImplemented
+        thread.unfollowed = module
+        try:
+            output = call(module, *args, **kwargs)
+        finally:
+            thread.unfollowed = None
+            put_back(recogniser)
+        if thread.uninvolved.get(module):
+            source = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
+            for one in find_tensors(output):
+                recogniser.root_unfollowed(one, source, self._names[module])
         return output
 
     def end_module(self, running: int, output: Any, *, has_failed: bool) -> None:
@@ -246,6 +206,8 @@ class Watch(AbstractContextManager[Seen]):
             frame = thread.frames[-1]
             is_projection = recogniser.products > frame.products and recogniser.taken == frame.taken
             recogniser.end_module(frame.number, frame.path, output, is_projection)
+            if thread.record is not None:
+                thread.record.note_module(frame, recogniser.products, output, recogniser.memory)
         if thread.is_repeated and not has_failed and self._known is not None and len(thread.frames) > running:
             self._check_repeated(self._known, thread.frames[running])
         del thread.frames[running:]
@@ -257,7 +219,11 @@ class Watch(AbstractContextManager[Seen]):
     def begin_function(self) -> bool:
         """Handle the start of a call of torch's attention function, and return whether its end matters."""
         thread = self._thread
-        if not thread.frames or self._known is None:
+        if thread.unfollowed is not None and self._uninvolved is not None:
+            self._uninvolved.forget()
+            with self._lock:
+                self.seen.miss(self._names[thread.unfollowed], UNLIKE.format("attention"))
+        if not thread.frames or self._known is None or thread.unfollowed is not None:
             return False
         if thread.is_repeated:
             if thread.fused_from is not None:
@@ -285,12 +251,29 @@ class Watch(AbstractContextManager[Seen]):
         with self._lock:
             self.seen.calls += 1
         if self._known is not None and self._known.is_enough:
-            thread.is_repeated = True
+            thread.is_repeated = self._had_repeated = True
             # Now and then the whole model is observed, in case that another module computes attention now.
-            if self.seen.calls in _WHOLE:
+            if self.seen.calls in WHOLE_CALLS:
                 self._enter_fused(self._known)
         else:
+            if self._had_repeated and self._uninvolved is not None:  # the last call was unlike earlier ones
+                self._uninvolved.forget()
+                self._had_repeated = False
             self._follow()
+            self._spare()
+
+    def _spare(self) -> None:
+        """Leave out uninvolved modules in a model call, or record the call to find such modules."""
+        thread, uninvolved = self._thread, self._uninvolved
+        if uninvolved is None or thread.recogniser is None:
+            return
+        if uninvolved.count_call(self._model):
+            thread.record = CallRecord(thread.recogniser.products)
+            return
+        thread.uninvolved = dict(uninvolved.modules)
+        if self._known is not None:
+            self._known.ran.update(uninvolved.covered)
+            self._known.heard.update(uninvolved.heard)
 
     def _follow(self) -> None:
         """Follow all operations of this thread until the model call ends."""
@@ -309,7 +292,10 @@ class Watch(AbstractContextManager[Seen]):
         thread.recogniser.__enter__()
 
     def _end_call(self, has_failed: bool) -> None:
+        record = self._thread.record
         self._stop()
+        if record is not None and not has_failed and self._uninvolved is not None:
+            self._uninvolved.learn(record, self._model)
 
     # Repeated calls
 
@@ -346,8 +332,9 @@ class Watch(AbstractContextManager[Seen]):
             thread.fused_from = None
 
     def _hear(self, name: str) -> None:
-        if self._known is not None:
-            self._known.heard.update((frame.path, name) for frame in self._thread.frames)
+        for known in (self._known, self._thread.record):
+            if known is not None:
+                known.heard.update((frame.path, name) for frame in self._thread.frames)
 
     def _learn(self, known: Known, candidate: Candidate, layer: LayerKey | None) -> None:
         """Collect the facts of a candidate; attention that is not fused or not understood ends repeated following."""
@@ -362,6 +349,7 @@ class Watch(AbstractContextManager[Seen]):
     def _stop(self) -> None:
         thread = self._thread
         thread.is_repeated = False
+        thread.record, thread.uninvolved = None, {}
         self._leave_fused()
         if thread.is_on and thread.recogniser is not None:
             leave_mode(thread.recogniser)
@@ -420,7 +408,9 @@ class Watch(AbstractContextManager[Seen]):
 
     def _take(self, candidate: Candidate) -> None:
         call = candidate.call
-        known = self._known
+        known, thread = self._known, self._thread
+        if thread.record is not None and thread.recogniser is not None:
+            thread.record.note_attention(candidate, thread.frames, thread.recogniser.products)
         if call is None or candidate.statistics is None:
             if known is not None:
                 self._learn(known, candidate, None)

@@ -239,17 +239,10 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
 
         `path` is that of the module, None for the one that runs.
         """
-        sources: frozenset[WeakStorage] = frozenset()
-        if source is not None:
-            fact = self.memory.look_up(source)
-            origin = self.memory.origin_of(source, fact)
-            near = sources if origin is None else frozenset((origin,))
-            sources = near if fact is None or fact.lineage is None else near | fact.lineage.sources
-            sources = sources if len(sources) <= _MOST_SOURCES else near
         self.products += 1
         lineage = Lineage(
             self.path() if path is None else path,
-            sources,
+            self._find_sources(source),
             fresh=True,
             projection=projection,
             is_projection=is_projection,
@@ -257,6 +250,21 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
         )
         self.memory.write(output, lineage=lineage, trace=self._begin_trace(output, columns))
         return lineage
+
+    def root_unfollowed(self, output: Tensor, source: Tensor | None, path: str) -> None:
+        """Record a new lineage for the output of a module that was not followed. Only products will use the output."""
+        self.products += 1
+        self.memory.write(output, lineage=Lineage(path, self._find_sources(source), number=self.products))
+
+    def _find_sources(self, source: Tensor | None) -> frozenset[WeakStorage]:
+        """Return the storage that a product's input has, and the sources of the input."""
+        if source is None:
+            return frozenset()
+        fact = self.memory.look_up(source)
+        origin = self.memory.origin_of(source, fact)
+        near = frozenset() if origin is None else frozenset((origin,))
+        sources = near if fact is None or fact.lineage is None else near | fact.lineage.sources
+        return sources if len(sources) <= _MOST_SOURCES else near
 
     def _begin_trace(self, output: Tensor, columns: tuple[int, ...]) -> Trace | None:
         entries = 0 if output.is_nested else output.numel()
