@@ -364,7 +364,8 @@ def _flatten(outputs: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
 
 
-def _look_at(other: Other) -> dict[str, Any]:
+def _look_at(other: Other) -> list[dict[str, Any]]:
+    """Return the results of two watches, the second of which follows less."""
     from sqrtdk.torch import watch
 
     torch.manual_seed(0)
@@ -377,16 +378,23 @@ def _look_at(other: Other) -> dict[str, Any]:
             return _flatten(model(*args, **options))
 
     expected = run()
-    with watch(model) as seen:
-        outputs = run()
-    pairs = zip(expected, outputs, strict=True)
-    return {
-        "same": bool(expected) and all(torch.equal(one, two) for one, two in pairs),
-        "heads": [summary.heads for summary in seen.layers.values()],
-        "scales": [record.effective for record in seen.scales],
-        "missed": {missed.layer: missed.reason for missed in seen.unattributed},
-        "notes": seen.notes,
-    }
+    found = []
+    for _ in range(2):
+        with watch(model) as seen:
+            outputs = run()
+        pairs = zip(expected, outputs, strict=True)
+        found.append(
+            {
+                "same": bool(expected) and all(torch.equal(one, two) for one, two in pairs),
+                "heads": [summary.heads for summary in seen.layers.values()],
+                "scales": [record.effective for record in seen.scales],
+                "missed": {missed.layer: missed.reason for missed in seen.unattributed},
+                "notes": seen.notes,
+                "rows": str(seen.layers),
+                "causes": str(seen.causes),
+            }
+        )
+    return found
 
 
 def add_packages(folder: str) -> torch.library.Library:

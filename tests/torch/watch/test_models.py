@@ -51,8 +51,11 @@ def test_bits_weights_and_scale_of_every_family(name, side):
             for key, value in expected.items():
                 if isinstance(value, torch.Tensor):
                     assert torch.equal(value.nan_to_num(), output[key].nan_to_num())
+            with watch(model) as again:  # the first call of a model is followed fully, the second is not
+                model(**fed, **options)
             assert not seen.unattributed
             assert seen.layers
+            assert (again.scales, again.notes, repr(again)) == (seen.scales, seen.notes, repr(seen))
             for record in seen.scales:
                 assert record.effective == pytest.approx(SCALES.get(name, RIGHT), rel=1e-3), record
                 assert record.normalised == (name in NORMALISED)
