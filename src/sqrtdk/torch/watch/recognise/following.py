@@ -146,6 +146,13 @@ def follow_join(watcher: Recogniser, output: Tensor, tensors: list[Tensor], axis
     lineages = [None if fact is None else fact.lineage for fact in facts]
     if not any(lineage is not None for lineage in lineages):
         return
+    if len(tensors) == 1 and lineages[0] is not None and not output.is_nested and tensors[0].shape == output.shape:
+        # A copy, such as the first keys of a cache.
+        lineage = replace(lineages[0], fresh=False)
+        memory.write(
+            output, lineage=lineage, trace=None if facts[0] is None else move([(tensors[0], facts[0])], output)
+        )
+        return
     trace = None
     if not output.is_nested:
         traces = [None if fact is None else fact.trace for fact in facts]

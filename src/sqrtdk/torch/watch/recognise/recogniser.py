@@ -95,7 +95,8 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
         # Views are half of all operations. What is known of a tensor is known of its storage.
         if name in VIEWS or is_in_backward():
             return func(*args, **kwargs)
-        self.settle()
+        if self._linears:
+            self.settle()
         if name == OWN:
             args = with_statistics(func, args)
         result = func(*args, **kwargs)
