@@ -6,7 +6,8 @@ Forward passes run in turn, in random order: plain, under `watch`, with attentio
 one pass ("fused"), and with `output_attentions=True` and the entropy of the returned weights. An observation every n
 steps costs (looked − plain) / (n · plain) on average. Intervals come from a bootstrap over rounds. Weights are random;
 nothing is downloaded. `--clip` also clips after each observation. `--generate N` times the generation of N tokens
-instead, plain and under `watch`, in CPU time.
+instead, plain and under `watch`, in CPU time. `--families` times forward passes of BERT, GPT-2, Llama and Qwen3:
+the first watch of a model, which follows everything, and later ones.
 """
 
 from __future__ import annotations
@@ -20,15 +21,17 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import transformers
 
 from benchmarks.model import ModelCase
 from sqrtdk.torch import Monitor, watch
 from sqrtdk.torch.watch.replace import FusedWatch
 from sqrtdk.torch.watch.seen import Seen
+from sqrtdk.torch.watch.uninvolved import recall_uninvolved
 
 
 def time_steps(case: ModelCase, rounds: int, clip: float | None) -> dict[str, list[float]]:
@@ -114,6 +117,89 @@ def time_generation(case: ModelCase, rounds: int, count: int) -> dict[str, list[
     return seconds
 
 
+class FamilyCase(NamedTuple):
+    """Forward passes of a small Hugging Face model from its configuration."""
+
+    family: str
+    attention: str
+    batch: int
+    tokens: int
+    layers: int
+    width: int
+    heads: int
+    threads: int
+
+    def make_model(self) -> Any:
+        """Return the model in evaluation mode, with random weights."""
+        config = transformers.AutoConfig.for_model(
+            self.family,
+            vocab_size=1000,
+            hidden_size=self.width,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            # Families without such a setting ignore it.
+            intermediate_size=(4 if self.family == "bert" else 3) * self.width,
+            num_key_value_heads=self.heads,
+            head_dim=self.width // self.heads,
+        )
+        config.bos_token_id = config.eos_token_id = None
+        model = transformers.AutoModel.from_config(config).eval()
+        model.set_attn_implementation(self.attention)
+        return model
+
+
+FAMILIES = (
+    *(FamilyCase("bert", "sdpa", batch, 256, 6, 384, 12, threads) for batch in (4, 8) for threads in (1, 2)),
+    *(
+        FamilyCase(family, attention, 4, 32, 4, 128, 4, 1)
+        for family in ("bert", "gpt2", "llama", "qwen3")
+        for attention in ("sdpa", "eager")
+    ),
+)
+
+
+def time_family(case: FamilyCase, rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of plain forward passes, of first watches and of later ones, in random order.
+
+    One thread is timed by its CPU time, several by the clock. Reading the summaries belongs to a watch.
+    """
+    torch.set_num_threads(case.threads)
+    clock = time.process_time if case.threads == 1 else time.perf_counter
+    rng = np.random.default_rng(0)
+    model = case.make_model()
+    tokens = torch.from_numpy(rng.integers(1000, size=(case.batch, case.tokens)))
+    seconds: dict[str, list[float]] = {"plain": [], "first": [], "later": []}
+    with torch.no_grad():
+        for at in range(rounds + 2):
+            for way in rng.permutation(list(seconds)):
+                if way == "first":
+                    recall_uninvolved(model).forget()
+                began = clock()
+                if way == "plain":
+                    model(tokens)
+                else:
+                    with watch(model) as seen:
+                        model(tokens)
+                    assert len(seen.layers) == case.layers
+                if at > 1:  # the first rounds warm up
+                    seconds[way].append(clock() - began)
+    return seconds
+
+
+def print_families(rounds: int) -> None:
+    """Time all families and print a line for each."""
+    for case in FAMILIES:
+        seconds = time_family(case, rounds if case.width > 128 else 4 * rounds)
+        costs = []
+        for way in ("first", "later"):
+            cost = compare(seconds, way)
+            low, high = cost["interval"]
+            costs.append(f"{way} {cost['ratio']:.3f} ({low:.3f} to {high:.3f})")
+        size = f"{case.layers} × {case.width}, {case.batch} × {case.tokens} tokens, threads: {case.threads}"
+        plain = float(np.median(seconds["plain"])) * 1e3
+        print(f"{case.family} {case.attention}, {size}: plain {plain:.1f} ms, {', '.join(costs)}", flush=True)
+
+
 def compare(seconds: dict[str, list[float]], way: str) -> dict[str, Any]:
     """Return the median of paired ratios to the plain way, with its 95% bootstrap interval."""
     ratios = np.array(seconds[way]) / np.array(seconds["plain"])
@@ -132,9 +218,13 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=100)
     parser.add_argument("--clip", type=float, default=None)
     parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--families", action="store_true")
     parser.add_argument("--generate", type=int, default=None, metavar="N")
     parser.add_argument("--output", type=Path, default=None)
     given = parser.parse_args()
+    if given.families:
+        print_families(given.rounds)
+        return
     tokens = given.tokens + (given.generate or 0)
     case = ModelCase(given.batch, tokens, layers=given.layers, heads=given.width // 64, width=given.width)
     if given.generate is not None:
