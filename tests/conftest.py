@@ -1,6 +1,7 @@
 """Fixtures that several test modules share; README.md beside this file says which oracle is for what."""
 
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,16 @@ SLOW_FIXTURES = {"verdicts"}
 
 # Faults of ours are not hidden by what must not end a user's program; a test of that switches it off.
 errors.faults_are_raised = True
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _torchs_threads_stay():
+    """Torch has as many threads after a module as before it: more than one per test process wait for each other."""
+    torch = sys.modules.get("torch")
+    before = torch.get_num_threads() if torch else None
+    yield
+    if torch:
+        assert torch.get_num_threads() == before
 
 
 # Per module, not per test: hypothesis refuses fixtures that would have to be set up again for every example.

@@ -392,14 +392,20 @@ def test_a_run_that_is_stopped_keeps_its_cases(tiny):
 
 def test_threads_are_the_same_for_torch_and_given_back(tiny):
     torch = pytest.importorskip("torch")
-    torch.set_num_threads(2)
-    own = backends.threads()
+    before, own = torch.get_num_threads(), backends.threads()
     seen = []
-    run_benchmark(
-        ["overhead"], rounds=5, threads=1, on_step=lambda *_: seen.append((torch.get_num_threads(), backends.threads()))
-    )
-    assert set(seen) == {(1, 1)}
-    assert (torch.get_num_threads(), backends.threads()) == (2, own)
+    try:
+        torch.set_num_threads(2)
+        run_benchmark(
+            ["overhead"],
+            rounds=5,
+            threads=1,
+            on_step=lambda *_: seen.append((torch.get_num_threads(), backends.threads())),
+        )
+        assert set(seen) == {(1, 1)}
+        assert (torch.get_num_threads(), backends.threads()) == (2, own)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ def train_with_checkpoints(spec):
     return record, made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from levels import RUNNING
 from sqrtdk import scales
 from sqrtdk.torch import attention
 from sqrtdk.torch.engines import blocks, choose, tiles
@@ -262,7 +263,9 @@ def test_the_same_tensor_three_times():
     assert_as_reference(x, x, x, causal=True)
 
 
+# Blocks compute every call here, so the level is not on the path.
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", RUNNING[:1], indirect=True, scope="module")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("block", [1, 7, 40, 97])
 def test_blocks_of_any_size_give_the_same(block, dtype, monkeypatch):

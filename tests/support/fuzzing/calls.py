@@ -19,15 +19,19 @@ STATISTICS = ROW_FIELDS
 
 def run(case: Case) -> dict[str, np.ndarray]:
     """Return the requested results of a call: `output`, `weights`, `statistics.…`, `gradient.…`, `tangent`."""
+    before = torch.get_num_threads()
     torch.set_num_threads(case.threads)
-    with backends.use(case.level), backends.use_threads(case.threads):
-        if case.front == "arrays":
-            return _run_arrays(case)
-        if case.front == "array gradients":
-            return _run_array_gradients(case)
-        if case.front == "jvp":
-            return _run_forward_mode(case)
-        return _run_tensors(case)
+    try:
+        with backends.use(case.level), backends.use_threads(case.threads):
+            if case.front == "arrays":
+                return _run_arrays(case)
+            if case.front == "array gradients":
+                return _run_array_gradients(case)
+            if case.front == "jvp":
+                return _run_forward_mode(case)
+            return _run_tensors(case)
+    finally:
+        torch.set_num_threads(before)
 
 
 def _options(case: Case) -> dict:
