@@ -387,7 +387,7 @@ def storage_address(tensor: Tensor) -> int:
     """
     try:
         address: int = (_values_of(tensor) if tensor.is_nested else tensor).untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # sparse, nested and other wrapped tensors
+    except Exception:  # sparse, nested and other wrapped tensors, each with an error of its own
         return 0
     return address
 

@@ -39,7 +39,8 @@ def watch(model: nn.Module, *, keep_rows: int | None = None) -> AbstractContextM
     From the second call of a model on, also in another watch, modules that took no part in attention are not followed:
     they ran before the projections of queries and keys or after attention, and so did every module inside. Calls 4, 16,
     64 and so on follow them again. If such a module calls F.scaled_dot_product_attention, `unattributed` lists it, and
-    the next call is followed fully.
+    the next call is followed fully. Attention of another kind that begins there is found by calls 4, 16, 64 and so on.
+    If queries or keys come from such a module, their scale is unknown in that call, and later calls are followed fully.
 
     Args:
         model: any module.

@@ -31,7 +31,6 @@ from sqrtdk.torch.watch.modules import (
     Frame,
     LayerKey,
     find_learnt,
-    find_tensors,
     name_modules,
     read_heads,
 )
@@ -45,7 +44,13 @@ from sqrtdk.torch.watch.running import listen
 from sqrtdk.torch.watch.score_sums import read_causes
 from sqrtdk.torch.watch.seen import Seen, SeenRows
 from sqrtdk.torch.watch.thread_state import ThreadState
-from sqrtdk.torch.watch.uninvolved import WHOLE_CALLS, CallRecord, Uninvolved
+from sqrtdk.torch.watch.uninvolved import (
+    WHOLE_CALLS,
+    CallRecord,
+    Uninvolved,
+    find_inputs,
+    may_be_unfollowed,
+)
 from sqrtdk.wording.numbers import write_number
 
 _EAGER = "compiled regions ran eagerly while watched"
@@ -93,6 +98,8 @@ class Watch(AbstractContextManager[Seen]):
         if torch.is_autocast_enabled(_device_of(self._model)):
             # Weights that were cast earlier would not be recognised as weights.
             torch.clear_autocast_cache()
+        if self._uninvolved is not None:
+            self._uninvolved.check_modules()
         self._close = weakref.finalize(self, listen(self))
         return self.seen
 
@@ -128,6 +135,9 @@ class Watch(AbstractContextManager[Seen]):
             thread.counter.restart()
             if not is_in_backward():
                 self._begin_call()
+                # A call of a part of the model says nothing about the other parts.
+                if module is self._model and thread.is_on and self._uninvolved is not None:
+                    self._spare(self._uninvolved)
         if self._known is not None:
             self._note_run(self._known, module)
         recogniser, products, taken = thread.recogniser, 0, 0
@@ -164,7 +174,8 @@ class Watch(AbstractContextManager[Seen]):
         try:
             output = call(module, *args)
         finally:
-            put_back(recogniser)
+            if thread.is_on:  # the watch may have been closed meanwhile
+                put_back(recogniser)
         for known in (self._known, thread.record):
             if known is not None:
                 known.ran.add(module)
@@ -189,11 +200,10 @@ class Watch(AbstractContextManager[Seen]):
             output = call(module, *args, **kwargs)
         finally:
             thread.unfollowed = None
-            put_back(recogniser)
-        if thread.uninvolved.get(module):
-            source = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
-            for one in find_tensors(output):
-                recogniser.root_unfollowed(one, source, self._names[module])
+            if thread.is_on:  # the watch may have been closed meanwhile
+                put_back(recogniser)
+        if thread.uninvolved.get(module) and isinstance(output, Tensor):
+            recogniser.root_unfollowed(output, find_inputs(args, kwargs), self._names[module])
         return output
 
     def end_module(self, running: int, output: Any, *, has_failed: bool) -> None:
@@ -221,6 +231,8 @@ class Watch(AbstractContextManager[Seen]):
         thread = self._thread
         if thread.unfollowed is not None and self._uninvolved is not None:
             self._uninvolved.forget()
+            if self._known is not None:
+                self._known.is_all_fused = False
             with self._lock:
                 self.seen.miss(self._names[thread.unfollowed], UNLIKE.format("attention"))
         if not thread.frames or self._known is None or thread.unfollowed is not None:
@@ -260,12 +272,11 @@ class Watch(AbstractContextManager[Seen]):
                 self._uninvolved.forget()
                 self._had_repeated = False
             self._follow()
-            self._spare()
 
-    def _spare(self) -> None:
+    def _spare(self, uninvolved: Uninvolved) -> None:
         """Leave out uninvolved modules in a model call, or record the call to find such modules."""
-        thread, uninvolved = self._thread, self._uninvolved
-        if uninvolved is None or thread.recogniser is None:
+        thread = self._thread
+        if thread.recogniser is None or uninvolved.is_wrong:
             return
         if uninvolved.count_call(self._model):
             thread.record = CallRecord(thread.recogniser.products)
@@ -411,6 +422,8 @@ class Watch(AbstractContextManager[Seen]):
         known, thread = self._known, self._thread
         if thread.record is not None and thread.recogniser is not None:
             thread.record.note_attention(candidate, thread.frames, thread.recogniser.products)
+        if self._uninvolved is not None and may_be_unfollowed(call, is_spared=bool(thread.uninvolved)):
+            self._uninvolved.give_up()
         if call is None or candidate.statistics is None:
             if known is not None:
                 self._learn(known, candidate, None)

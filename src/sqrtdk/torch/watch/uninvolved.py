@@ -10,10 +10,10 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor, nn
 
-from sqrtdk.torch.internals import own_tensors
+from sqrtdk.torch.internals import own_tensors, storage_address
 from sqrtdk.torch.watch.modules import Frame
+from sqrtdk.torch.watch.recognise.calls import SeenCall
 from sqrtdk.torch.watch.recognise.known_tensors import KnownTensors
-from sqrtdk.torch.watch.recognise.lineage import Lineage
 from sqrtdk.torch.watch.recognise.parts import Candidate
 
 WHOLE_CALLS = frozenset(4**power for power in range(1, 32))
@@ -51,32 +51,30 @@ class CallRecord:
         module = frame.module
         self.ran.add(module)
         self._spans.setdefault(module, []).append(_Span(frame.products, products))
-        outputs = _find_outputs(output)
-        if outputs is None:
+        if not _is_plain(frame, output):
             self._needed.add(module)
             return
-        for fact in map(memory.look_up, outputs):
-            if fact is None:
-                continue
-            if fact.scores or fact.candidates or fact.factors or fact.is_pair or fact.is_learnt or fact.origin:
-                self._needed.add(module)
-            elif fact.lineage is not None:
-                self._has_lineage.add(module)
+        fact = memory.look_up(output)
+        lineage = None if fact is None else fact.lineage
+        if (lineage is not None and (not lineage.is_projection or lineage.reduced)) or (
+            fact is not None
+            and (fact.scores or fact.candidates or fact.factors or fact.is_pair or fact.is_learnt or fact.origin)
+        ):
+            self._needed.add(module)
+        elif lineage is not None:
+            self._has_lineage.add(module)
 
     def note_attention(self, candidate: Candidate, frames: Iterable[Frame], products: int) -> None:
         """Record attention, understood or not, with the running modules and the number of products so far."""
-        first, call = products, candidate.call
+        first = products
         for frame in frames:
             self._needed.add(frame.module)
             if frame.number == candidate.frame:
                 first = frame.products + 1
-        for lineage in () if call is None else (call.q_lineage, call.k_lineage):
-            numbers = [0] if lineage is None else list(_find_numbers(lineage))
-            # Keys of a cache come from products of earlier calls.
-            first = min([first, *(number for number in numbers if number > self._start)])
-            if lineage is None:
-                first = self._start
-        self._attention.append(_Span(first, products))
+        numbers = _find_products(candidate.call)
+        # 0 stands for any product. Keys of a cache come from products of earlier calls.
+        since = self._start if 0 in numbers else min((one for one in numbers if one > self._start), default=first)
+        self._attention.append(_Span(min(first, since), products))
 
     def find(self, model: nn.Module) -> dict[nn.Module, bool]:
         """Return the outermost modules without part in attention, and whether their outputs have a lineage.
@@ -114,18 +112,39 @@ def _join(spans: Iterable[_Span]) -> list[_Span]:
     return joined
 
 
-def _find_outputs(output: Any) -> list[Tensor] | None:
-    """Return the tensors of an output, or None for an output of another kind than a tensor or a flat tuple."""
-    outputs = output if isinstance(output, tuple | list) else (output,)
-    if any(not (one is None or isinstance(one, Tensor)) for one in outputs):
-        return None
-    return [one for one in outputs if one is not None]
+def find_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors among the arguments of a module."""
+    return [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
 
 
-def _find_numbers(lineage: Lineage) -> Iterable[int]:
-    yield lineage.number
-    for _, part in lineage.parts:
-        yield from () if part is None else _find_numbers(part)
+def _is_plain(frame: Frame, output: Any) -> bool:
+    """Return whether a module computes one new tensor of real numbers from tensors that it received directly."""
+    if not isinstance(output, Tensor) or not output.is_floating_point():
+        return False
+    if any(isinstance(one, list | tuple | dict) for one in (*frame.args, *frame.kwargs.values())):
+        return False
+    inputs = [storage_address(one) for one in find_inputs(frame.args, frame.kwargs)]
+    return bool(inputs) and 0 not in inputs and storage_address(output) not in {0, *inputs}
+
+
+def _find_products(call: SeenCall | None) -> set[int]:
+    """Return the numbers of the products that queries and keys come from; 0 stands for unknown ones."""
+    numbers: set[int] = set()
+    waiting = [None] if call is None else [call.q_lineage, call.k_lineage]
+    while waiting:
+        lineage = waiting.pop()
+        numbers |= {0} if lineage is None else lineage.products
+        waiting += [] if lineage is None else [part for _, part in lineage.parts if part is not None]
+    return numbers
+
+
+def may_be_unfollowed(call: SeenCall | None, *, is_spared: bool) -> bool:
+    """Return whether queries or keys come from a module that was not followed, or may in a model call that is spared.
+
+    Keys of a cache may come from an earlier model call.
+    """
+    least = min(_find_products(call), default=1)
+    return least < 0 or (least == 0 and is_spared)
 
 
 class Uninvolved:
@@ -135,6 +154,8 @@ class Uninvolved:
         self._lock = threading.Lock()
         self._calls = 0
         self._is_training: bool | None = None
+        # True after queries or keys may have come from such a module.
+        self.is_wrong = False
         # Whether the output of each has a lineage.
         self.modules: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
         # These modules and the modules inside.
@@ -157,10 +178,21 @@ class Uninvolved:
             self.heard = frozenset(record.heard)
             self.modules = WeakKeyDictionary(found)
 
+    def check_modules(self) -> None:
+        """Forget modules in which another module was put since."""
+        with self._lock:
+            for module in [one for one in self.modules if not all(part in self.covered for part in one.modules())]:
+                del self.modules[module]
+
     def forget(self) -> None:
         """Follow the next call fully."""
         with self._lock:
             self.modules = WeakKeyDictionary()
+
+    def give_up(self) -> None:
+        """Follow all later calls of the model fully, because a module may take part in attention after all."""
+        self.is_wrong = True
+        self.forget()
 
 
 _of_models: WeakKeyDictionary[nn.Module, Uninvolved] = WeakKeyDictionary()

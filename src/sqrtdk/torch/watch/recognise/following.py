@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sqrtdk.torch.internals import unseen
 from sqrtdk.torch.watch.recognise.copying import replace
-from sqrtdk.torch.watch.recognise.lineage import Lineage, join, merge
+from sqrtdk.torch.watch.recognise.lineage import Lineage, join, join_products, merge
 from sqrtdk.torch.watch.recognise.vectors import Trace, join_traces
 
 if TYPE_CHECKING:
@@ -66,6 +66,8 @@ def follow(
             after = lineage.lost(name, reduced=name not in POWERS)
     if after is None:
         after = _merge(watcher, name, tensors, vectors, output)
+    if len(vectors) > 1:
+        after = replace(after, products=join_products(one.lineage for _, one in vectors if one.lineage is not None))
     trace = move(vectors, output)
     if trace is None and name in SELECTIONS and is_first:
         trace = resample(x, fact, output)
@@ -158,7 +160,10 @@ def follow_join(watcher: Recogniser, output: Tensor, tensors: list[Tensor], axis
         traces = [None if fact is None else fact.trace for fact in facts]
         trace = join_traces(list(zip(traces, tensors, strict=True)), axis, output)
     with unseen():
-        memory.write(output, lineage=join(tensors, lineages, axis), trace=trace)
+        joined = join(tensors, lineages, axis)
+    if joined is not None:
+        joined = replace(joined, products=join_products(one for one in lineages if one is not None))
+    memory.write(output, lineage=joined, trace=trace)
 
 
 def move(known: list[Known], output: Tensor) -> Trace | None:

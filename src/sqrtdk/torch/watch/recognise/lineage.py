@@ -8,6 +8,7 @@ factor multiplies all of them equally. After a norm, lineage starts again, and l
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,6 +20,8 @@ from sqrtdk.torch.watch.recognise.copying import replace
 from sqrtdk.torch.watch.recognise.projections import Projection
 from sqrtdk.wording.numbers import write_number
 
+# Limit for the products of one lineage. A residual stream comes from all products before it.
+_MOST_PRODUCTS = 32
 # Relative spread of length ratios that rounding explains, in units of the dtype's resolution, with a wide margin.
 _SPREAD = 64.0
 
@@ -73,6 +76,9 @@ class Lineage:
     normalised_in: int = 0
     # Learnt factors with an entry per column or head.
     gains: tuple[Tensor, ...] = ()
+    # The numbers of all products that the tensor comes from without another product in between. Negative numbers are
+    # outputs of modules that were not followed.
+    products: frozenset[int] = frozenset()
 
     @property
     def is_lost(self) -> bool:
@@ -97,6 +103,7 @@ class Lineage:
             projection=self.projection,
             number=self.number,
             normalised_in=frame,
+            products=self.products,
         )
 
     def lost(self, operation: str, *, reduced: bool = False) -> Lineage:
@@ -160,7 +167,16 @@ def merge(inputs: list[tuple[Tensor, Lineage]], operation: str) -> Lineage:
         number=one.number,
         normalised_in=one.normalised_in,
         gains=one.gains,
+        products=join_products([lineage for _, lineage in inputs]),
     )
+
+
+def join_products(lineages: Iterable[Lineage]) -> frozenset[int]:
+    """Return the products of all lineages. If there are too many, 0 stands for those that are followed."""
+    products = frozenset().union(*(lineage.products for lineage in lineages))
+    if len(products) <= _MOST_PRODUCTS:
+        return products
+    return frozenset({0, min(0, *products)})
 
 
 def _common_projection(lineages: list[Lineage]) -> Projection | None:

@@ -28,7 +28,7 @@ from sqrtdk.torch.watch.recognise.following import (
     move,
     resample,
 )
-from sqrtdk.torch.watch.recognise.lineage import Lineage
+from sqrtdk.torch.watch.recognise.lineage import Lineage, join_products
 from sqrtdk.torch.watch.recognise.parts import Candidate
 from sqrtdk.torch.watch.recognise.products import see_factors, see_filter, see_product, see_sum, see_weighted
 from sqrtdk.torch.watch.recognise.scores import Scores, Term
@@ -231,7 +231,8 @@ def see_unknown(watcher: Recogniser, name: str, args: Any, result: Any) -> None:
         elif lineages:
             lost = next(iter(lineages.values())).lost(plain)
             # An output computed from several projections may be scores.
-            lost = replace(lost, is_projection=lost.is_projection and len(lineages) == 1)
+            is_projection = lost.is_projection and len(lineages) == 1
+            lost = replace(lost, is_projection=is_projection, products=join_products(lineages.values()))
             trace = move(known, output) or resample(*known[0], output)
             watcher.memory.write(output, lineage=lost, trace=trace)
         if scored is not None and not candidates:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ from sqrtdk.torch.watch.recognise.vectors import Origin, Projected, Trace, Way
 _MOST_SOURCES = 8
 # Limit for linear layers that wait to be recorded.
 _MOST_LINEARS = 8
+_UNFOLLOWED = "in a module that was not followed"
 _MIXED = "heads are mixed before the softmax, and statistics are of what it sees"
 
 
@@ -248,14 +249,24 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
             projection=projection,
             is_projection=is_projection,
             number=self.products,
+            products=frozenset((self.products,)),
         )
         self.memory.write(output, lineage=lineage, trace=self._begin_trace(output, columns))
         return lineage
 
-    def root_unfollowed(self, output: Tensor, source: Tensor | None, path: str) -> None:
-        """Record a new lineage for the output of a module that was not followed. Only products will use the output."""
+    def root_unfollowed(self, output: Tensor, inputs: Iterable[Tensor], path: str) -> None:
+        """Record the lineage of the output of a module that was not followed. Only the sources are known."""
         self.products += 1
-        self.memory.write(output, lineage=Lineage(path, self._find_sources(source), number=self.products))
+        sources = frozenset().union(*(self._find_sources(one) for one in inputs if storage_address(one)))
+        lineage = Lineage(
+            path,
+            sources if len(sources) <= _MOST_SOURCES else frozenset(),
+            is_exact=False,
+            changed_by=(_UNFOLLOWED,),
+            number=self.products,
+            products=frozenset((-self.products,)),
+        )
+        self.memory.write(output, lineage=lineage)
 
     def _find_sources(self, source: Tensor | None) -> frozenset[WeakStorage]:
         """Return the storage that a product's input has, and the sources of the input."""
@@ -412,7 +423,11 @@ class Recogniser(DispatchMode):  # type: ignore[misc]
                     fact.lineage = lineage.norm(number)
             elif is_projection:
                 fact.lineage = Lineage(
-                    path, lineage.sources, is_projection=lineage.is_projection, number=lineage.number
+                    path,
+                    lineage.sources,
+                    is_projection=lineage.is_projection,
+                    number=lineage.number,
+                    products=lineage.products,
                 )
 
     def end_call(self) -> None:
