@@ -32,8 +32,6 @@ from sqrtdk.torch.watch.table import MOST_LINES, make_table, write_remarks
 
 # Limit for rows of all layers and heads that wait to be summarised together: 104 bytes each.
 _MOST_WAITING = 1 << 17
-# A call of this many rows is summarised at once, while its rows are in the cache.
-_MANY = 1 << 13
 # Limit for rows that are summarised except for their histograms, which are rarely needed: 120 bytes each.
 _MOST_UNCOUNTED = 1 << 18
 
@@ -217,7 +215,7 @@ class Seen(Shown):
         self._padding.setdefault(layer, padding)
         self._waiting.setdefault(layer, []).append(rows)
         self._number_waiting += number
-        if number >= _MANY or self._number_waiting > _MOST_WAITING:
+        if self._number_waiting > _MOST_WAITING:
             self._summarise()
 
     def _summarise(self) -> None:
