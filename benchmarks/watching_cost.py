@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import transformers
 
 from benchmarks.model import ModelCase
 from sqrtdk.torch import Monitor, watch
@@ -131,6 +130,8 @@ class FamilyCase(NamedTuple):
 
     def make_model(self) -> Any:
         """Return the model in evaluation mode, with random weights."""
+        import transformers
+
         config = transformers.AutoConfig.for_model(
             self.family,
             vocab_size=1000,
