@@ -8,6 +8,7 @@ from torch.nn import functional
 from torch.nn.modules import module
 
 from sqrtdk.torch import watch
+from sqrtdk.torch.watch.recognise.recogniser import Recogniser
 
 BATCH, TOKENS, WIDTH, HEADS = 3, 7, 16, 4
 DIMENSION = WIDTH // HEADS
@@ -242,3 +243,15 @@ def replaced_now():
         functional.multi_head_attention_forward,
         torch.backends.mha.get_fastpath_enabled(),
     )
+
+
+def count_followed(monkeypatch):
+    """Return a list that grows with each operation that is followed fully."""
+    seen, look = [], Recogniser._look_at
+
+    def note(self, name, *rest):
+        seen.append(name)
+        look(self, name, *rest)
+
+    monkeypatch.setattr(Recogniser, "_look_at", note)
+    return seen

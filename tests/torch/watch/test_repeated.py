@@ -6,9 +6,9 @@ from torch import nn
 from torch.nn import functional
 
 from sqrtdk.torch import watch
-from sqrtdk.torch.watch.recognise.recogniser import Recogniser
 from sqrtdk.torch.watch.recognise.repeated import NONE
 from sqrtdk.torch.watch.session import Watch
+from torch_watched import count_followed
 
 
 class Attention(nn.Module):
@@ -43,21 +43,9 @@ def make_model():
     return nn.Sequential(Attention(), nn.Linear(16, 16), Attention())
 
 
-def count_full(monkeypatch):
-    """Return a list that grows with each operation that is followed fully."""
-    seen, look = [], Recogniser._look_at
-
-    def note(self, name, *rest):
-        seen.append(name)
-        look(self, name, *rest)
-
-    monkeypatch.setattr(Recogniser, "_look_at", note)
-    return seen
-
-
 def test_repeated_calls_give_the_results_of_full_following(monkeypatch):
     model, inputs = make_model(), [torch.randn(2, n, 16) for n in (7, 1, 5, 9, 3)]
-    full = count_full(monkeypatch)
+    full = count_followed(monkeypatch)
     with torch.no_grad(), watch(model) as seen:
         model(inputs[0])
         after_the_first = len(full)
@@ -134,7 +122,7 @@ def test_a_module_that_stops_to_call_torchs_function_is_listed_and_followed_full
 def test_a_function_under_another_name_is_found_in_every_call(monkeypatch):
     own_name = functional.scaled_dot_product_attention
     model = nn.Sequential(Attention(), Gate(own_name, silent=0))
-    full = count_full(monkeypatch)
+    full = count_followed(monkeypatch)
     with torch.no_grad(), watch(model) as seen:
         for _ in range(7):
             model(torch.randn(1, 6, 16))

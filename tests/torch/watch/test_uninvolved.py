@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from sqrtdk.torch import watch
 from sqrtdk.torch.internals import DispatchMode
-from sqrtdk.torch.watch.recognise.recogniser import Recogniser
 from sqrtdk.torch.watch.uninvolved import WHOLE_CALLS, recall_uninvolved
+from torch_watched import count_followed
 
 HEADS, D_K, WIDTH = 2, 8, 16
 
@@ -79,18 +79,6 @@ def list_uninvolved(model):
     return sorted(names[module] for module in recall_uninvolved(model).modules)
 
 
-def count_operations(monkeypatch):
-    """Return a list that grows with each operation that is followed."""
-    seen, look = [], Recogniser._look_at
-
-    def note(self, name, *rest):
-        seen.append(name)
-        look(self, name, *rest)
-
-    monkeypatch.setattr(Recogniser, "_look_at", note)
-    return seen
-
-
 def tell(seen):
     """Return everything that a watch says, with the numbers of its summaries."""
     numbers = {
@@ -117,7 +105,7 @@ def run_watched(model, x):
 @pytest.mark.parametrize("has_gradients", [True, False])
 def test_later_calls_give_the_results_of_full_following(is_fused, has_gradients, monkeypatch):
     model, x = make_model(is_fused), torch.randn(2, 7, WIDTH)
-    operations = count_operations(monkeypatch)
+    operations = count_followed(monkeypatch)
     with torch.set_grad_enabled(has_gradients):
         expected = model(x)
         full, _ = run_watched(model, x)
